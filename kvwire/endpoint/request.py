@@ -61,8 +61,6 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
     _record: RequestRecord | None = None
     # One for each task that waits for the completion.
     _waiters: tuple[asyncio.Future[None], ...] = ()
-    # Called with the completion.
-    _then: Callable[[], None] | None = None
     # Callbacks for when its memory is free, while it waits for a connection.
     _watchers: tuple[Callable[[], None], ...] = ()
     # The wait of each task that was created from this request.
@@ -226,10 +224,6 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
                 waiter.set_result(None)
         if self._watchers:
             self._watch_memory()
-        if self._then is not None:
-            then = self._then
-            self._then = None
-            then()
 
     def _watch_memory(self) -> None:
         """Pass the release callbacks to the owner."""
@@ -248,21 +242,6 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
 def succeeded(request: Request[Any]) -> bool:
     """Return whether a request completed without an error."""
     return request._over and request._error is None
-
-
-def when_done(request: Request[Any], call: Callable[[], None]) -> bool:
-    """Call a function in the turn of the loop in which a request completes.
-
-    A task that awaits the request runs a turn later. The function must not raise. It is
-    for upper rooms, and at most one for each request.
-
-    Returns:
-        False if the request is complete already; then nothing is called.
-    """
-    if request._over:
-        return False
-    request._then = call
-    return True
 
 
 def when_released(request: Request[Any], call: Callable[[], None]) -> None:

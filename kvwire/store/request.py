@@ -37,7 +37,7 @@ class StoreRequest:
         task = self._task
         if task.done() and not task.cancelled() and task.exception() is None:
             return _returned(task.result())
-        return _ended(self._work, task)
+        return asyncio.shield(task).__await__()
 
     def done(self) -> bool:
         """Return whether the outcome is known."""
@@ -71,32 +71,3 @@ def _returned(outcome: Outcome) -> Generator[Any, Any, Outcome]:
     """Await nothing, and return an outcome."""
     yield from ()
     return outcome
-
-
-def _ended(
-    work: Operation, task: asyncio.Future[Outcome]
-) -> Generator[Any, Any, Outcome]:
-    """Wait for the end of an operation, and return its outcome.
-
-    The waiter is woken by the operation itself: one turn of the loop earlier than by
-    ``asyncio.shield``.
-    """
-    try:
-        if not task.done():
-            waiter = asyncio.get_running_loop().create_future()
-            work.waiters.append(waiter)
-            try:
-                yield from waiter
-            except BaseException:
-                task.add_done_callback(_retrieve)
-                raise
-        return task.result()
-    finally:
-        # An error refers to this frame, and the task to the error.
-        del work, task
-
-
-def _retrieve(task: asyncio.Future[Outcome]) -> None:
-    """Mark an error as retrieved: nobody waits for it any more."""
-    if not task.cancelled():
-        task.exception()

@@ -17,7 +17,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple, Self, overload
 
@@ -490,7 +489,6 @@ class BlockStore(StoreManagement):
         """Start an operation in a task; a close waits for it."""
         task = start_task(work.run())
         self._follow(work, task)
-        task.add_done_callback(partial(_wake, work))
         return task
 
     async def _run(self, work: Operation) -> None:
@@ -547,12 +545,6 @@ def _images(requests: tuple[GroupRequest, ...]) -> Geometry:
             for request in requests
         )
     )
-
-
-def _wake(work: Operation, _: asyncio.Future[Any]) -> None:
-    """Wake who waits for an operation that was cancelled before its first step."""
-    if work.waiters:
-        work.wake()
 
 
 async def _close_to_end(close: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -331,19 +331,3 @@ async def test_demotion_to_a_disk_that_fails_frees_memory(tmp_path: Path) -> Non
         assert await get_chain(store, 3) == BLOCKS
         assert "No space left" in store.report[tier.name]
     gc.collect()
-
-
-async def test_a_call_that_is_cancelled_before_its_first_step_ends() -> None:
-    """A program may stop every task of its loop, and then nobody may wait for ever."""
-    async with BlockStore.open(["memory:1MiB"]) as store:
-        before = asyncio.all_tasks()
-        putting = store.put(chain(1), Filled(8).cache, [0])
-        (task,) = asyncio.all_tasks() - before
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.ensure_future(waited(putting)), 10)
-        assert putting.done()
-
-
-async def waited(request: StoreRequest) -> Outcome:
-    return await request

@@ -48,7 +48,6 @@ class Operation(ABC):
         asked: For a caller with a cache: the cache, its blocks, and the plan for them.
         drained: Set when nothing touches the caller's blocks any more. It stays unset
             if a device failed while it wrote to them.
-        waiters: A future for each task that waits for the end.
     """
 
     verb: ClassVar[str]
@@ -64,7 +63,6 @@ class Operation(ABC):
         self.tiers = tiers
         self.asked: tuple[PagedCache, BlockLists, PlanTemplate] | None = None
         self.drained: asyncio.Event = asyncio.Event()
-        self.waiters: list[asyncio.Future[None]] = []
         self._after = after
         self._quarantined = False
         self._requests = requests
@@ -98,32 +96,20 @@ class Operation(ABC):
         Cancel safety: a running copy is finished first.
         """
         try:
-            try:
-                if self._after is not None:
-                    await self._fired()
-                if self.nbytes <= self.batch_bytes:
-                    for request in self._requests:
-                        await self._move(request, np.arange(request.keys.size))
-                else:
-                    batches = iter(self._batches())
-                    await gather_all(*(self._lane(batches) for _ in range(_LANES)))
-            finally:
-                if not self._quarantined:
-                    self.drained.set()
-            if len(self._reasons) > 1:
-                await self.explain()
-            return self.end()
+            if self._after is not None:
+                await self._fired()
+            if self.nbytes <= self.batch_bytes:
+                for request in self._requests:
+                    await self._move(request, np.arange(request.keys.size))
+            else:
+                batches = iter(self._batches())
+                await gather_all(*(self._lane(batches) for _ in range(_LANES)))
         finally:
-            # They run in the next turn, when the task of this has its result.
-            if self.waiters:
-                self.wake()
-
-    def wake(self) -> None:
-        """Wake the tasks that wait for the end."""
-        for waiter in self.waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self.waiters.clear()
+            if not self._quarantined:
+                self.drained.set()
+        if len(self._reasons) > 1:
+            await self.explain()
+        return self.end()
 
     async def _fired(self) -> None:
         """Wait for the caller's kernels here, so that other calls do not wait too."""

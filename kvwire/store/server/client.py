@@ -20,7 +20,6 @@ from typing import Any
 import kvwire
 from kvwire.aio import Upkeep, run_to_completion
 from kvwire.config import Config
-from kvwire.endpoint.request import Request, when_done
 from kvwire.errors import (
     ConnectError,
     ConnectionClosed,
@@ -227,44 +226,24 @@ class ActiveConnection:
         Cancel safety: the waiting requests fail.
         """
         why = "the client was closed"
-        over = asyncio.get_running_loop().create_future()
-        self._receive(over)
         try:
-            await over
-        except KVWireError as exc:
-            why = str(exc)
-            raise
-        finally:
-            del over
-            self._end(why)
-            await self.close_windows()
-
-    def _receive(
-        self, over: asyncio.Future[None], said: Request[bytearray] | None = None
-    ) -> None:
-        """Read an answer, and receive the next one; an error ends it, in ``over``.
-
-        Each answer is read in the turn in which it arrives. A task that receives in a
-        loop would read it a turn later.
-        """
-        while not over.done():
-            if said is not None:
-                try:
-                    reply = decode_reply(said.result())
-                    if not isinstance(reply, NumberedReply):
-                        raise UsageError("the server sent a second welcome")
-                except KVWireError as exc:
-                    over.set_exception(exc)
-                    return
+            while True:
+                said: Any = await self.connection.recv(TAG)
+                reply = decode_reply(said)
+                if not isinstance(reply, NumberedReply):
+                    raise UsageError("the server sent a second welcome")
                 if self.works is not None:
                     self.works()
                     self.works = None
                 waiting = self._answers.pop(reply.number, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
-            said = self.connection.recv(TAG)
-            if when_done(said, partial(self._receive, over, said)):
-                return
+        except KVWireError as exc:
+            why = str(exc)
+            raise
+        finally:
+            self._end(why)
+            await self.close_windows()
 
     def _end(self, why: str) -> None:
         """Fail every waiter, from a frame that no traceback references."""
