@@ -147,6 +147,14 @@ class LruQueue(EvictionQueue):
         state.queued_at[slots] = clocks
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
+        if count == 1 and self._begin < self._end:
+            slot, clock = self._log[:, self._begin].tolist()
+            state = self.state
+            if state.queued_at.item(slot) == clock:  # mostly
+                self._begin += 1
+                state.queued_at[slot] = 0
+                one = np.array((slot,), np.int64)
+                return np.array((state.names.item(slot),), np.object_), one
         found: list[Ids] = []
         while count and self._skip():
             slots, here = self._window(max(count, _WINDOW))
