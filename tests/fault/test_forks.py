@@ -147,14 +147,8 @@ with kvwire.Engine(name="a") as a, kvwire.Engine(name="b") as b:
             END
         ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    async def send(_):
-        await c._connection.send(1, b"after the forks")
-
-    async def receive(_):
-        return bytes(await taken._connection.recv(1))
-
-    b.start(send).result(10)
-    print(ends, a.start(receive).result(10).decode())
+    c.send(1, b"after the forks", timeout=10)
+    print(ends, taken.recv(1, timeout=10).decode())
 """
 LOOPS = """
 async def main():

@@ -94,7 +94,7 @@ async def test_a_message_that_there_is_no_memory_for(pair: Pair) -> None:
     held = without_gaps(LARGE_BYTES)
     with (
         little_memory(LARGE_BYTES // 2),
-        pytest.raises(kvwire.MessageTooLarge, match="no memory for it"),
+        pytest.raises(kvwire.MessageTooLarge, match="has no memory for a message"),
     ):
         await pair.right.recv(1)
     held.clear()

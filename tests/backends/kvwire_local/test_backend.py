@@ -45,7 +45,7 @@ def test_this_machine_is_looked_at() -> None:
         ("1", "ok", "1: one peer process at a time"),
         ("2", "warn", "2: only a process with CAP_SYS_PTRACE"),
         ("3", "warn", "3: no process may read"),
-        ("7", "warn", "7: not known"),
+        ("7", "warn", "7: a value that this version does not know"),
         ("", "ok", "not restricted"),
     ],
 )

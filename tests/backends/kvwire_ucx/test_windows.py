@@ -93,7 +93,7 @@ async def test_a_lane_that_is_not_up_has_no_windows() -> None:
         description = owner.expose(pool.memory)
         window = reader.window(description, pool.memory)
         reader.abort()
-        with pytest.raises(BackendUnavailable, match="not up"):
+        with pytest.raises(BackendUnavailable, match="the lane is not open"):
             reader.window(description, pool.memory)
         await ended(reader)
         with pytest.raises(ConnectionLost, match="has ended"):

@@ -131,9 +131,16 @@ class Fleet:
         return sum(one.metric(FETCHED) for one in self.of("decode"))
 
     def at_work(self) -> Engine:
-        """The engine that a request is at."""
-        busy = self.proxy.engines("running")
-        return next(one for one in self.engines if one.url in busy)
+        """The engine that a request is at; between two engines it is at none."""
+        found: list[Engine] = []
+
+        def working() -> bool:
+            busy = self.proxy.engines("running")
+            found.extend(one for one in self.engines if one.url in busy)
+            return bool(found)
+
+        assert eventually(working)
+        return found[0]
 
     def are_up(self, *engines: Engine) -> bool:
         """Whether these get requests in the end, and no others."""
