@@ -73,7 +73,7 @@ def test_a_prompt_moves_from_the_store_to_an_engine(
     model: Path, tmp_path: Path
 ) -> None:
     """It computes the last block of the prompt, and then has all of them."""
-    # As text too: w0, w1 and w2 are special, and split longer words that begin with them.
+    # Sent as text too. The special w0, w1 and w2 split longer words that begin so.
     ids = [300 + one % 200 for one in prompt(BLOCKS * BLOCK_TOKENS + 9, seed=3)]
     asking: list[dict[str, Any]] = [{}, {"cache_salt": "mine"}]
     with servers(tmp_path, kv=()) as (server,):
