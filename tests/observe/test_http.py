@@ -67,11 +67,17 @@ def test_head_and_expect_are_answered_as_http_says() -> None:
         bytes_max = 100
 
         def answer(
-            self, path: str, headers: Mapping[str, str], client: str, body: bytes
+            self, path: str, headers: Mapping[str, str], client: HttpClient, body: bytes
         ) -> tuple[HTTPStatus, dict[str, Any]]:
             return HTTPStatus.OK, {"body": body.decode()}
 
-    def get(path: str, headers: Mapping[str, str], client: str) -> HttpReply:
+        def secured(self, connection: socket.socket) -> None:
+            """Serve by HTTP alone."""
+
+        def identity(self, tls: ssl.SSLSocket) -> str:
+            return ""
+
+    def get(path: str, headers: Mapping[str, str], client: HttpClient) -> HttpReply:
         return HttpReply.of(HTTPStatus.OK, "text/plain", b"fine")
 
     with HttpThread("127.0.0.1:0", get, Echo()) as server:

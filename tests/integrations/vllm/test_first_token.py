@@ -61,12 +61,13 @@ class Vllm:
         self.ends = "length"
         self.seeds = True
         self.context: int | None = 40  # tokens of a prompt and its answer
+        self.models: Any = None  # its answer about models, if it is another
         self.limits: dict[str, Any] = {}  # of its configuration
 
     async def __call__(self, body: dict[str, Any]) -> Said:
         if not body:  # /v1/models
             cards = [{"id": "m", "max_model_len": self.context}, {"id": "adapter"}]
-            return answer(200, {"data": cards})
+            return answer(200, {"data": cards} if self.models is None else self.models)
         self.asked.append(body)
         if not body.get("stream"):
             return answer(200, self.whole(body))
@@ -364,10 +365,12 @@ async def test_an_engine_that_limits_every_answer() -> None:
     assert decode.asked[-1]["max_tokens"] == 3 - 1
 
 
-async def test_an_engine_that_does_not_say_its_context() -> None:
+@pytest.mark.parametrize("models", [None, ["m"], {}, {"data": ["m"]}, {"data": 1}])
+async def test_an_engine_that_does_not_say_its_context(models: Any) -> None:
     """A chat without a limit ends rather than after as many tokens as it happens."""
     application, prefill, decode, _ = made()
     prefill.context = decode.context = None
+    prefill.models = decode.models = models
     await read(application, **CHAT)
     decode.tokens = OTHER
     assert b'"code":502' in await read(application, **CHAT, max_tokens=None)

@@ -245,8 +245,9 @@ class Dispatcher:
         if not engine.context:
             async with self._client.ask(engine, "/v1/models", headers) as said:
                 content = await said.body(PROXY_EVENT_BYTES_MAX)
-            # An adapter's entry has no length.
-            with contextlib.suppress(*DECODE_ERRORS, TypeError, KeyError):
+            # An adapter's entry has no length, and a foreign engine's may be anything.
+            malformed = (*DECODE_ERRORS, AttributeError, KeyError, TypeError)
+            with contextlib.suppress(*malformed):
                 entries = msgspec.json.decode(content)["data"]
                 known = [_count(one.get("max_model_len")) for one in entries]
                 engine.context = max(known, default=0)

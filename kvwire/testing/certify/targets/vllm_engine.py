@@ -230,6 +230,8 @@ class VllmEngineEnd(End):
             if prompt is None or output.finish_reason is None:
                 continue
             del self.asked[output.request_id]
+            if prompt.ended.done():  # cancelled in this turn
+                continue
             if output.finish_reason is not FinishReason.LENGTH:
                 reason = f"the request has ended: {output.finish_reason}"
                 prompt.ended.set_exception(OSError(reason))
@@ -249,7 +251,8 @@ class VllmEngineEnd(End):
     def give_up(self, error: Exception) -> None:
         """Fail all requests that have not ended."""
         for prompt in self.asked.values():
-            prompt.ended.set_exception(error)
+            if not prompt.ended.done():
+                prompt.ended.set_exception(error)
         self.asked.clear()
         self.stepped.set()
 
