@@ -60,7 +60,7 @@ class Credentials:
     """
 
     def __init__(self, config: Config) -> None:
-        self._peers = frozenset(_folded(name) for name in config.tls_peers)
+        self._peers = frozenset(map(folded, config.tls_peers))
         self._config = config
         certificate = read_file("tls_cert_file", config.tls_cert_file, _FILE_BYTES_MAX)
         authorities = read_file("tls_ca_file", config.tls_ca_file, _FILE_BYTES_MAX)
@@ -127,7 +127,7 @@ class Credentials:
 
     def _identity(self, certificate: dict[str, Any]) -> str:
         names = [
-            value if kind == "URI" else value.lower()
+            folded(value)
             for kind, value in certificate.get("subjectAltName", ())
             # A URI has a colon and a DNS name has none, so neither can pass for the
             # other.
@@ -292,8 +292,11 @@ def _digest(path: str, content: bytes) -> bytes:
         raise UsageError(f"tls_cert_file {path}: {exc}") from None
 
 
-def _folded(name: str) -> str:
-    """Lower the case of a DNS name, which ignores case (RFC 4343), unlike a URI."""
+def folded(name: str) -> str:
+    """Lower the case of a DNS name, which ignores case (RFC 4343), unlike a URI.
+
+    Names are compared and looked up only in this form.
+    """
     return name if ":" in name else name.lower()
 
 

@@ -11,7 +11,7 @@ evicted from the small queue are remembered for a while, and a block put again w
 that time enters the main queue directly. So a scan displaces only a tenth of the tier.
 A use is only counted, and never reorders a queue.
 
-Both take O(1) per block, and calls loop over blocks within C; see
+Both take O(1) per block on average, and calls loop over blocks within C; see
 :mod:`kvwire.store.index`. Blocks of a chain enter tail first, and leave in that order.
 """
 
@@ -37,9 +37,10 @@ _SMALL_SHARE: Final = 10
 _USES_MAX: Final = 3
 
 # The entries of an empty log, and those that are looked at together to find the first
-# one that counts.
+# one that counts: twice as many each time, up to a most.
 _LOG_MIN: Final = 256
 _WINDOW: Final = 16
+_WINDOW_MAX: Final = 1 << 16
 _NO_SLOTS: Final = np.empty(0, np.int64)
 
 each: Final[Callable[[Iterable[object]], object]] = partial(deque, maxlen=0)
@@ -174,12 +175,14 @@ class LruQueue(EvictionQueue):
 
     def _skip(self) -> bool:
         """Skip entries in front that do not count; return whether any is left."""
+        window = _WINDOW
         while self._begin < self._end:
-            slots, here = self._window(_WINDOW)
+            slots, here = self._window(window)
             if here.size:
                 self._begin += here.item(0)
                 return True
             self._begin += slots.size
+            window = min(2 * window, _WINDOW_MAX)
         return False
 
     def _window(self, count: int) -> tuple[Ids, Ids]:

@@ -17,8 +17,8 @@ every block of its own size. So an unused model makes room, and an active model 
 lose a slab to a single block of another.
 
 Queues are NumPy arrays of slots (``lru``) or ``OrderedDict`` objects (``s3fifo``), and
-every call loops over its keys in C code. Each call is O(1) per block, however many
-blocks the tier holds.
+every call loops over its keys in C code. Each call is O(1) per block on average,
+however many blocks the tier holds.
 
 Each slot has the number of a tenant (:mod:`kvwire.store.tenants`). A tenant that has
 reached its quota evicts its own blocks. A block older than its tenant's time to live is

@@ -192,6 +192,17 @@ class TierStack:
                 kept |= found
         return kept
 
+    def known_kept(self, keys: Keys, slots: Ids) -> Bits:
+        """Return which blocks :meth:`kept` would count, without asking a tier.
+
+        Tiers with an index here may have evicted blocks since they took them. If there
+        is none, the other tiers' last answer counts, for blocks in a slot of memory.
+        """
+        held = [tier.indexed(keys) for tier in self.keepers]
+        known = [bits for bits in held if bits is not None]
+        kept: Bits = (slots >= 0) & self.memory.below[slots]
+        return np.logical_or.reduce(known) if known else kept
+
     @property
     def keepers(self) -> tuple[Tier, ...]:
         """The tiers one of which must have a block for a put to be complete."""

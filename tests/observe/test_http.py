@@ -449,18 +449,19 @@ def fetched_by(
             return exc.code, json.loads(exc.read())
 
 
+@pytest.mark.parametrize("tenant", [FAR, "Acme.Example"])
 async def test_with_certificates_the_page_is_for_those_who_have_one(
-    tmp_path: Path,
+    tenant: str, tmp_path: Path
 ) -> None:
     """By https on the same port, where metrics stay readable without."""
     authority = Authority(tmp_path)
     served = authority.config("spiffe://kvwire.test/store", NEAR)
-    near, far = authority.config(NEAR), authority.config(FAR)
+    near, far = authority.config(NEAR), authority.config(tenant)
     stranger = authority.config("spiffe://kvwire.test/stranger")
     (tmp_path / "other").mkdir()
     foreign = issue(tmp_path / "other", NEAR).config
     async with (
-        BlockStore.open(["memory:1MiB"], tenants=[f"x?identity={FAR}"]) as store,
+        BlockStore.open(["memory:1MiB"], tenants=[f"x?identity={tenant}"]) as store,
         StoreServer(store, "127.0.0.1:0", **served) as stores,
     ):
         await store.put(A, CACHE, range(4), tenant="x")

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from kvwire.kv.blocks import Ids
-from kvwire.store.eviction import EVICTIONS, EvictionQueue, Keys, SlotState
+from kvwire.store.eviction import (
+    EVICTIONS,
+    EvictionQueue,
+    Keys,
+    LruQueue,
+    SlotState,
+)
 from kvwire.store.index import as_keys
 from tests.store.traces import agents, hit_share, main
 
@@ -71,6 +77,29 @@ def test_what_is_in_use_is_passed_over_and_comes_back() -> None:
     some.add(2, 1)
     some.queue.remove(*named(2))
     assert some.pop(3) == [1]
+
+
+def test_many_entries_that_do_not_count_are_skipped_in_few_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or the first eviction after many uses stops the loop for long."""
+    state = SlotState(8192)
+    queue = LruQueue(state)
+    keys, slots = named(*range(8192))
+    state.names[:] = keys
+    for _ in range(2):
+        queue.release(keys, slots)
+    steps: list[int] = []
+    window = LruQueue._window
+
+    def counted(queue: LruQueue, count: int) -> tuple[Ids, Ids]:
+        steps.append(count)
+        return window(queue, count)
+
+    monkeypatch.setattr(LruQueue, "_window", counted)
+    assert queue.pop(1)[1].tolist() == [0]
+    assert 8192 < sum(steps) < 4 * 8192
+    assert len(steps) < 16
 
 
 @pytest.mark.parametrize("evict", EVICTIONS)

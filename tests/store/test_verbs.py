@@ -340,6 +340,19 @@ async def test_what_a_disk_cannot_write_of_pins_is_as_before(tmp_path: Path) -> 
         assert not disk._rows.pins()[0].size
 
 
+async def test_an_unpin_ends_pins_beyond_the_bound_too(tmp_path: Path) -> None:
+    """Or they are back when the bound is."""
+    tiers = [MEMORY, f"disk:{tmp_path}?size=1MiB"]
+    async with BlockStore.open(tiers, tenants=["t"]) as store:
+        await store.put(A, CACHE, range(4), tenant="t")
+        assert (await store.pin(A, CACHE, tenant="t")).complete
+    async with BlockStore.open(tiers, tenants=["t?pinned=4KiB"]) as store:
+        assert store.tenant_stats()["t"].tiers[tiers[1]].pinned_bytes == 4096
+        assert (await store.unpin(A, CACHE, tenant="t")).complete
+    async with BlockStore.open(tiers, tenants=["t"]) as store:
+        assert store.tenant_stats()["t"].tiers[tiers[1]].pinned_bytes == 0
+
+
 def failing(*_: object) -> None:
     raise OSError(errno.EIO, "no")
 

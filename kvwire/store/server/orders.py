@@ -28,6 +28,7 @@ from kvwire.store.operations.verbs import carry_out
 from kvwire.store.order import VERBS, VerbOrder, described
 from kvwire.store.placement import READING, Placement
 from kvwire.store.server.messages import StatsReport
+from kvwire.store.server.served import NOBODY
 from kvwire.store.server.server import StoreServer, served_by
 from kvwire.types import HttpClient, Role, is_loopback
 from kvwire.wire.control import DECODE_ERRORS
@@ -131,7 +132,10 @@ class StoreOrders:
         # A browser shows its user's certificate for the pages of others, too.
         if why := why_foreign(headers, "", by_name=True):
             raise OrderRefused(HTTPStatus.FORBIDDEN, why)
-        return self._served.proofs.get(client.identity, "")
+        tenant = self._served.proved(client.identity)
+        if tenant is None:
+            raise OrderRefused(HTTPStatus.FORBIDDEN, f"certificate: {NOBODY}")
+        return tenant
 
     def secured(self, connection: socket.socket) -> ssl.SSLSocket | None:
         """Return a client's socket inside TLS, before the handshake.

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
+from kvwire.config import ANYBODY
 from kvwire.errors import sayable
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.store.limits import (
@@ -27,7 +28,9 @@ from kvwire.store.server.messages import (
     Welcome,
 )
 from kvwire.store.store import BlockStore, StoreAccess, access_to
-from kvwire.types import PeerInfo
+
+NOBODY: Final = "it has proved to be neither a tenant nor the operator"
+"""Why a client is refused that this side accepts, but does not know."""
 
 
 class _Client(Protocol):
@@ -46,7 +49,8 @@ class ServedStore:
         read_only: Whether clients may get but not put.
         berths: How many requests of one client may move blocks at once.
         berth_bytes: The most bytes of blocks that one of these requests moves.
-        proofs: Tenants by their proof: the id of a key, or an identity.
+        proofs: Tenants by their proof, and "" for the operator's: the id of a key, or
+            an identity; ``ANYBODY`` for every other identity.
         name: The server's name, once it listens.
         orders: The running verbs that came by HTTP.
         clients: The connected clients, each with the task that serves it.
@@ -83,9 +87,9 @@ class ServedStore:
         self.lent_bytes += nbytes
         return True
 
-    def tenant_of(self, peer: PeerInfo) -> str:
-        """Return the tenant that a client has proved to be, or ""."""
-        return self.proofs.get(peer.identity or peer.key_id, "")
+    def proved(self, proof: bytes | str) -> str | None:
+        """Return the tenant of a proof; "" for the operator, None for nobody."""
+        return self.proofs.get(proof, self.proofs.get(ANYBODY))
 
     def welcome(self, tenant: str, version: int) -> Welcome:
         """Return the welcome for a new client, which may be a tenant.

@@ -38,7 +38,8 @@ from kvwire.directory.dialable import (
 )
 from kvwire.errors import BackendUnavailable, ClosedOK, UsageError
 from kvwire.limits import EAGER_BYTES_MAX, GIB, REQUEST_BYTES_MAX
-from kvwire.security.keys import read_key_file
+from kvwire.security.keys import load_keys, read_key_file
+from kvwire.security.tls import folded
 from kvwire.store.limits import (
     STORE_BERTH_BYTES,
     STORE_BERTHS,
@@ -50,11 +51,11 @@ from kvwire.store.server.host_windows import WINDOWS
 from kvwire.store.server.messages import (
     ClientRow,
 )
-from kvwire.store.server.served import ServedStore
+from kvwire.store.server.served import NOBODY, ServedStore
 from kvwire.store.server.session import ClientSession
 from kvwire.store.store import BlockStore, access_to
 from kvwire.store.tenants import Tenant
-from kvwire.types import Address
+from kvwire.types import Address, TrustMode
 from kvwire.wire.handshake_messages import key_id
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
@@ -124,7 +125,10 @@ class StoreServer(AsyncWith):
         if advertise is not None:
             self._advertised(1)
         proofs = _proofs(tenants)
-        self._config = _config(config, arguments, tenants, proofs)
+        loaded = _loaded(config, arguments)
+        self._config = _config(loaded, tenants, proofs)
+        # A name or key in both is the tenant's.
+        proofs = _operators(loaded) | proofs
         self._served = ServedStore(store, read_only, berths, berth_bytes, proofs)
         self._entered = False
         self._windows: list[kvwire.Window] = []
@@ -255,8 +259,14 @@ class StoreServer(AsyncWith):
         try:
             while True:
                 connection = await self.communicator.accept()
+                peer = connection.peer
+                tenant = self._served.proved(peer.identity or peer.key_id)
+                if tenant is None:
+                    logger.warning("store server: %s: %s", peer, NOBODY)
+                    connection.abort(NOBODY)
+                    continue
                 # bounded: connections_max of the communicator
-                session = ClientSession(self._served, connection)
+                session = ClientSession(self._served, connection, tenant)
                 task = start_task(session.run())
                 self._served.clients[session] = task
                 task.add_done_callback(partial(self._gone, session))
@@ -277,7 +287,7 @@ def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:
     proofs: dict[bytes | str, str] = {}
     for tenant in tenants:
         keys = [key_id(read_key_file(tenant.key_file))] if tenant.key_file else []
-        names = [tenant.identity] if tenant.identity else []
+        names = [folded(tenant.identity)] if tenant.identity else []
         given: list[bytes | str] = [*keys, *names]
         for proof in given:
             if proof in proofs:
@@ -289,20 +299,28 @@ def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:
     return proofs
 
 
-def _config(
-    config: Config | str | os.PathLike[str] | None,
-    arguments: ConfigOptions,
-    tenants: Sequence[Tenant],
-    proofs: Mapping[bytes | str, str],
+def _operators(config: Config) -> dict[bytes | str, str]:
+    """Return what proves the operator: the keys and names in the caller's config."""
+    trust, _, keys = load_keys(config)
+    if trust is TrustMode.LOOPBACK:
+        return {b"": ""}  # nobody proves anything
+    return dict.fromkeys((*keys, *map(folded, config.tls_peers)), "")
+
+
+def _loaded(
+    config: Config | str | os.PathLike[str] | None, arguments: ConfigOptions
 ) -> Config:
-    """Return the caller's config, with the settings that a server adds."""
     if arguments.get("psk_file"):
         arguments.setdefault("trust", "psk")
-    loaded = (
-        config.replace(**arguments)
-        if isinstance(config, Config)
-        else Config.load(config, **arguments)
-    )
+    if isinstance(config, Config):
+        return config.replace(**arguments)
+    return Config.load(config, **arguments)
+
+
+def _config(
+    loaded: Config, tenants: Sequence[Tenant], proofs: Mapping[bytes | str, str]
+) -> Config:
+    """Return the caller's config, with the settings that a server adds."""
     keys = tuple(tenant.key_file for tenant in tenants if tenant.key_file)
     if keys and loaded.trust != "psk":
         raise UsageError(

@@ -108,14 +108,16 @@ _READ_ONLY: Final = "this server is read-only"
 class ClientSession:
     """Serves one client of a store server."""
 
-    def __init__(self, served: ServedStore, connection: Connection) -> None:
+    def __init__(
+        self, served: ServedStore, connection: Connection, tenant: str
+    ) -> None:
         self._served = served
         self._store = served.store
         self._tiers = served.access.tiers
         self._move = served.access.run
         self._connection = connection
         # The tenant that the client is; "" without one.
-        self._tenant = served.tenant_of(connection.peer)
+        self._tenant = tenant
         self._berths = TransferBuffers(served.berths, served.memory, self)
         self._open: set[asyncio.Task[None]] = set()
         # Answers that the client has not read yet, and since when; the oldest first.
@@ -410,7 +412,7 @@ class ClientSession:
                 "",
                 orders,
                 images,
-                kept=self._kept(slots),
+                kept=self._kept(keys, slots),
             )
         )
         # Usually it is sent at once, without waiting.
@@ -458,7 +460,7 @@ class ClientSession:
         kept = b""
         if self._tiers.through:
             keys = request.names.keys_of(self._tenant)
-            kept = self._kept(self._tiers.memory.index.find(keys))
+            kept = self._kept(keys, self._tiers.memory.index.find(keys))
         # The request determines where images are sent, since the client knows nothing
         # else.
         asked_bytes = results.size * namespace_told(request.namespace).image_bytes
@@ -478,14 +480,11 @@ class ClientSession:
         finally:
             self._answered -= 1
 
-    def _kept(self, slots: Ids) -> bytes:
-        """Return which blocks a tier below memory keeps; empty for all of them.
-
-        Blocks without a slot do not count: memory may have lost them since.
-        """
+    def _kept(self, keys: Keys, slots: Ids) -> bytes:
+        """Return which blocks a tier below memory keeps; empty for all of them."""
         if not self._tiers.through:
             return b""
-        kept = (slots >= 0) & self._tiers.memory.below[slots]
+        kept = self._tiers.known_kept(keys, slots)
         return b"" if all_of(kept) else kept.tobytes()
 
     async def _send_images(

@@ -372,8 +372,12 @@ class Tier(ABC):
 
         Cancel safety: safe, it only reads.
         """
-        held: Bits = await self.find(keys) != ABSENT
-        return held
+        held = self.indexed(keys)
+        return await self.find(keys) != ABSENT if held is None else held
+
+    def indexed(self, keys: Keys) -> Bits | None:
+        """Return the same as ``holds``; None if the index is not in this process."""
+        return None
 
     async def write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Store blocks; blocks that are already stored count as used.

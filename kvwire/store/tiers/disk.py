@@ -183,7 +183,7 @@ class DiskTier(CodedTier):
         slots = self._index.find(keys)
         return np.where(slots >= 0, self._index.orders(slots), _ABSENT)
 
-    async def holds(self, keys: Keys) -> Bits:
+    def indexed(self, keys: Keys) -> Bits:
         """Return the blocks that this process has written or verified."""
         slots = self._index.find(keys)
         held: Bits = (slots >= 0) & self._trusted[slots]
@@ -394,7 +394,8 @@ class DiskTier(CodedTier):
             before = keys[self._index.kept(keys)]
             ends = self._index.ends(self._index.find(before))
             placement = None
-            named = before
+            # Also blocks that are not pinned here, beyond the bound: their rows may be.
+            named = keys[self._index.find(keys) >= 0]
             until = None
             if pins:
                 placement = self._index.apply(verb, keys)

@@ -15,6 +15,9 @@ from kvwire.errors import KVWireError
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import Delete, Names, Pin
+from kvwire.store.server.orders import OrderRefused, StoreOrders
+from kvwire.store.server.server import served_by
+from kvwire.types import HttpClient
 from tests.store.server.test_server import where
 from tests.support.caches import Filled, chain
 from tests.support.certificates import FAR, NEAR, Authority
@@ -116,10 +119,23 @@ async def test_a_tenant_cannot_act_for_another(shop: Shop) -> None:
         assert await y.match(A, cache) == 0
 
 
-async def test_a_certificate_says_who_a_tenant_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("listed", "certified"),
+    [
+        (NEAR, NEAR),
+        ("Acme.Example", "acme.example"),
+        ("acme.example", "ACME.Example"),
+    ],
+)
+async def test_a_certificate_says_who_a_tenant_is(
+    listed: str, certified: str, tmp_path: Path
+) -> None:
+    """Whatever the case of a DNS name; a tenant must not pass for the operator."""
     authority, cache = Authority(tmp_path), Filled(seed=1).cache
     async with (
-        BlockStore.open(["memory:1MiB"], tenants=[f"x?identity={NEAR}"]) as store,
+        BlockStore.open(
+            ["memory:1MiB"], tenants=[f"x?identity={listed}", "y"]
+        ) as store,
         StoreServer(store, "127.0.0.1:0", **authority.config(FAR, NEAR)) as server,
     ):
 
@@ -128,12 +144,63 @@ async def test_a_certificate_says_who_a_tenant_is(tmp_path: Path) -> None:
             keys["tls_peers"] = f"spiffe://kvwire.test/other,{FAR}"
             return where(server, "?" + "&".join(f"{k}={v}" for k, v in keys.items()))
 
-        async with BlockStore.open([tier(NEAR)]) as x:
+        async with BlockStore.open([tier(certified)]) as x:
             assert (await x.put(A, cache, range(4))).complete
+            assert [row.tenant for row in server.clients()] == ["x"]
         with pytest.raises(UsageError, match="tier"):
             await BlockStore.open([tier("spiffe://kvwire.test/else")])
         assert await store.match(A, cache) == 0
         assert await store.match(A, cache, tenant="x") == 4
+
+
+async def test_who_is_accepted_but_unknown_is_not_the_operator(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    async with (
+        BlockStore.open(["memory:1MiB"], tenants=[f"x?identity={NEAR}"]) as store,
+        StoreServer(
+            store, "127.0.0.1:0", **authority.config(FAR, "Ops.Example")
+        ) as server,
+    ):
+        served, orders = served_by(server), StoreOrders(server)
+        assert served.proved("ops.example") == ""
+        assert served.proved("else.example") is None
+        client = HttpClient("127.0.0.1", "ops.example")
+        assert orders.reader({}, client) == ""
+        with pytest.raises(OrderRefused, match="neither a tenant nor") as refused:
+            orders.reader({}, HttpClient("127.0.0.1", "else.example"))
+        assert refused.value.status == 403
+
+
+async def test_every_certificate_is_the_operators_if_all_may_connect(
+    tmp_path: Path,
+) -> None:
+    async with (
+        BlockStore.open(["memory:1MiB"], tenants=["x"]) as store,
+        StoreServer(store, "127.0.0.1:0", **Authority(tmp_path).config(FAR)) as server,
+    ):
+        assert served_by(server).proved("else.example") == ""
+
+
+async def test_a_key_that_is_replaced_too_early_does_not_prove_the_operator(
+    tmp_path: Path,
+) -> None:
+    """The server knows the tenants' keys when it is made, and accepts them later."""
+    for who in ("x", "all"):
+        write_key_file(tmp_path / who)
+    key = str(tmp_path / "all")
+    tenants = [f"x?key={tmp_path}/x"]
+    async with BlockStore.open(["memory:64KiB"], tenants=tenants) as store:
+        server = StoreServer(store, "127.0.0.1:0", psk_file=key)
+        (tmp_path / "x").unlink()
+        write_key_file(tmp_path / "x")
+        async with server:
+            shop = Shop(tmp_path, store, server)
+            async with shop.client("x") as x:
+                put = await x.put(A, Filled(seed=1).cache, range(4))
+                assert len(put.missing) == 4
+                assert server.clients() == ()
+            async with shop.client("all"):
+                assert [row.tenant for row in server.clients()] == [""]
 
 
 WRONG = [
@@ -141,6 +208,7 @@ WRONG = [
     (["x?identity=a"], {"psk_file": "{0}/all"}, 'needs trust="mtls"'),
     (["x?key={0}/all"], {"psk_file": "{0}/all"}, "its own key"),
     (["x?key={0}/x", "y?key={0}/x"], {"psk_file": "{0}/all"}, "have the same key"),
+    (["x?identity=Acme.Example", "y?identity=acme.example"], {}, "have the same key"),
     (["x?key={0}/none"], {"psk_file": "{0}/all"}, "none"),
 ]
 

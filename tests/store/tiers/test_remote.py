@@ -298,6 +298,31 @@ async def test_what_was_read_from_a_servers_memory_alone_is_written_back(
             assert written == count  # and once is enough
 
 
+@pytest.mark.parametrize("count", [1, COUNT])
+async def test_what_a_servers_disk_has_evicted_is_written_back(
+    count: int, tmp_path: Path
+) -> None:
+    """Or a block that its memory alone still has is lost when the server dies."""
+    spec = SPEC if count == 1 else LARGE
+    source = Filled(64, spec, seed=1)
+    hashes = chain(count)
+    below = await disk(tmp_path, "16MiB", Faults())
+    async with (
+        store_on(below, memory="memory:16MiB") as stored,
+        StoreServer(stored, "127.0.0.1:0") as server,
+    ):
+        tiers = ["memory:16MiB", f"kvwire://{server.address}"]
+        async with BlockStore.open(tiers) as one:
+            assert (await one.put(hashes, source.cache, range(count))).complete
+        keys = keys_of(stored, hashes)
+        assert below._let_go(keys).complete
+        async with BlockStore.open(tiers, write="back") as other:
+            into = Filled(64, spec).cache
+            assert (await other.get(hashes, into, range(count))).complete
+        # Its memory has evicted them.
+        assert (await below.holds(keys)).all()
+
+
 def keys_of(store: BlockStore, hashes: list[bytes]) -> Keys:
     (digest,) = inside.tiers(store).namespaces
     return as_keys(map(digest.__add__, hashes))
