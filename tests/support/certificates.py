@@ -17,6 +17,17 @@ NEAR: Final = "spiffe://kvwire.test/near"
 FAR: Final = "spiffe://kvwire.test/far"
 _NUMBERS = itertools.count()
 _DAY = dt.timedelta(days=1)
+_SIGNS: Final = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +92,15 @@ def issue(
         .not_valid_after(now + days[1] * _DAY)
         .add_extension(x509.BasicConstraints(ca=ca, path_length=None), critical=True)
     )
+    # Without them, Python 3.13's own contexts refuse both.
+    signer = (by.key if by else key).public_key()
+    builder = builder.add_extension(
+        x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+    ).add_extension(
+        x509.AuthorityKeyIdentifier.from_issuer_public_key(signer), critical=False
+    )
+    if ca:
+        builder = builder.add_extension(_SIGNS, critical=True)
     if names and not ca:
         builder = builder.add_extension(
             x509.SubjectAlternativeName([_general(name) for name in names]),

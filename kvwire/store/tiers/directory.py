@@ -119,12 +119,12 @@ class File:
     def __del__(self) -> None:
         # The store was dropped, for example with its loop, and would stay locked.
         if getattr(self, "_fd", -1) >= 0:
+            self.close()  # first: a warning may be an error
             warnings.warn(
                 f"the store in {self.path.parent} was never closed: use `async with`",
                 ResourceWarning,
                 stacklevel=2,
             )
-            self.close()
 
     @property
     def nbytes(self) -> int:

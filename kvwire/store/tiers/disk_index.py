@@ -155,6 +155,11 @@ class DiskIndex:
             self._db.close()
             raise
 
+    def __del__(self) -> None:
+        # Of a dropped store, whose File warns; SQLite's object would warn once more.
+        if hasattr(self, "_db"):
+            self._db.close()
+
     def rows(self) -> Iterator[DiskRows]:
         """Yield all valid rows, in no order."""
         asked = self._db.execute(_ROWS, _LIMITS)
