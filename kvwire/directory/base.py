@@ -145,7 +145,9 @@ class Directory(AsyncWith, ABC):
         """
 
     async def disconnect(self) -> None:
-        """Release all resources; called once, when no other call is running.
+        """Release all resources; called when no other call is running.
+
+        It is called once, and again only if it has raised.
 
         Cancel safety: everything is released in any case.
         """
@@ -285,9 +287,10 @@ class Directory(AsyncWith, ABC):
         call it again to wait for its end.
         """
         self._closed = True
-        if self._ending is None or self._ending.done():
-            self._ending = start_task(self._withdraw_all())
-        await asyncio.shield(self._ending)
+        end = self._ending
+        if end is None or (end.done() and (end.cancelled() or end.exception())):
+            end = self._ending = start_task(self._withdraw_all())
+        await asyncio.shield(end)
 
     async def __aenter__(self) -> Self:
         """Return the directory; it is closed at the end of the block."""

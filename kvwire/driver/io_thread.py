@@ -119,6 +119,9 @@ class IOThread:
     ) -> T:
         """Run a coroutine on the loop and wait for its result.
 
+        If an interrupt ends the wait, the coroutine is cancelled, and has ended before
+        the interrupt is raised. Only a second interrupt leaves it running.
+
         Raises:
             UsageError: From the thread itself, or after a fork.
             ClosedOK: The thread has ended.
@@ -138,6 +141,7 @@ class IOThread:
             return call.result.result()
         except BaseException:
             call.abandon()
+            concurrent.futures.wait((call.result,))  # for the end, not only a cancel
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -278,7 +282,7 @@ class IOThread:
             _join(workers, CLOSE_TIMEOUT_S)
             self._loop.close()
             for call in list(self._calls):
-                call.abandon()
+                call.end()
             self._forget()
 
     async def _live(self) -> None:
@@ -330,12 +334,14 @@ class _Call(Generic[T]):
         # The thread that pops the coroutine runs or closes it; only one thread can pop
         # it.
         self._coroutine = [coroutine]
+        self._begun = False
         self._open_calls = open_calls
 
     def begin(self) -> None:
         """Run the coroutine on the loop, unless it was taken back."""
         with contextlib.suppress(IndexError):
             task = start_task(self._coroutine.pop())
+            self._begun = True
             task.add_done_callback(self._settle)
             loop = task.get_loop()
 
@@ -348,11 +354,22 @@ class _Call(Generic[T]):
             self.result.add_done_callback(cancelled)
 
     def abandon(self) -> None:
-        """End the call at any stage, so that its waiters return."""
-        self._open_calls.discard(self)
+        """Cancel the call at any stage.
+
+        Its caller gets the result's cancellation at once, but
+        ``concurrent.futures.wait`` returns only when the coroutine has ended.
+        """
         self.result.cancel()
         with contextlib.suppress(IndexError):
             self._coroutine.pop().close()
+            self._open_calls.discard(self)
+            self.result.set_running_or_notify_cancel()
+
+    def end(self) -> None:
+        """End the call with its loop, on which nothing can run any more."""
+        self.abandon()
+        if self._begun:
+            self.result.set_running_or_notify_cancel()
 
     def _settle(self, task: asyncio.Task[T]) -> None:
         self._open_calls.discard(self)

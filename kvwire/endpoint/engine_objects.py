@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack, overload
 
+from kvwire.aio import run_to_completion
 from kvwire.driver.devices import Devices
 from kvwire.driver.io_thread import IOThread
 from kvwire.endpoint.connection import Connection
@@ -20,7 +22,7 @@ from kvwire.endpoint.region import Region
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
 from kvwire.endpoint.window import Window
-from kvwire.errors import UsageError, wrong_type
+from kvwire.errors import ClosedOK, KVWireError, UsageError, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.outcome import Outcome
@@ -54,7 +56,9 @@ class _EngineVerbs(Generic[V]):
 
         Arguments and errors are those of :meth:`kvwire.Connection.send`, with
         ``timeout`` in seconds instead of ``deadline``. When it returns or raises,
-        nothing touches ``buffer`` any more.
+        nothing touches ``buffer`` any more. An interrupt such as Ctrl-C cancels it, and
+        is raised once the memory is free; a second one is raised at once, while the
+        memory may still be in use.
         """
         after = self._queued(buffer)
 
@@ -80,7 +84,8 @@ class _EngineVerbs(Generic[V]):
 
         Arguments and errors are those of :meth:`kvwire.Connection.recv`, with
         ``timeout`` in seconds instead of ``deadline``. When it returns or raises,
-        nothing touches ``into`` any more; a message that comes later is not lost.
+        nothing touches ``into`` any more, as for :meth:`send`; a message that comes
+        later is not lost.
         """
         after = None if into is None else self._queued(into)
 
@@ -182,9 +187,10 @@ class _EngineVerbs(Generic[V]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the connection."""
+        """Close the connection, unless the engine is closed."""
         if not self._thread.forked:
-            self.close()
+            with suppress(ClosedOK):
+                self.close()
 
     @property
     def _devices(self) -> Devices:
@@ -201,12 +207,14 @@ class _EngineVerbs(Generic[V]):
 async def _finished(request: Request[T]) -> T:
     """Return the result, once nothing touches the memory any more."""
     try:
-        return await request
+        with suppress(KVWireError):  # it is raised below
+            await request
+        await request.released()
     except asyncio.CancelledError:  # the calling thread was interrupted
         request.cancel()
+        await run_to_completion(request.released())
         raise
-    finally:
-        await request.released()
+    return request.result()
 
 
 class EngineConnection(_EngineVerbs[Connection]):
@@ -304,9 +312,10 @@ class _EngineMemory:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Close it."""
+        """Close it, unless the engine is closed."""
         if not self._thread.forked:
-            self.close()
+            with suppress(ClosedOK):
+                self.close()
 
 
 class EngineRegion(_EngineMemory):
@@ -436,16 +445,15 @@ class EngineRemoteWindow(_EngineMemory):
 
         The arguments and errors are those of :meth:`kvwire.RemoteWindow.get`, with
         ``timeout`` in seconds instead of ``deadline``: blocks that have not arrived by
-        then are missing. When it returns, nothing touches the blocks any more.
+        then are missing. When it returns or raises, nothing touches the blocks any
+        more, as for :meth:`kvwire.EngineConnection.send`.
         """
 
         async def read() -> Outcome:
             request = self._window.get(
                 ticket, into, blocks, positions=positions, deadline=timeout
             )
-            outcome = await request
-            await request.released()
-            return outcome
+            return await _finished(request)
 
         return self._thread.call(read())
 

@@ -149,7 +149,8 @@ class _Server(ThreadingHTTPServer):
         """Answer a connection, and release its place."""
         try:
             super().process_request_thread(self._secured(request), client_address)
-        except OSError:  # it ended before its first byte
+        except Exception:  # noqa: BLE001 - before its first byte; handle_error logs it
+            self.handle_error(request, client_address)
             self.shutdown_request(request)
         finally:
             self._places.release()

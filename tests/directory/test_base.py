@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from kvwire import ClosedOK, UsageError
+from kvwire import ClosedOK, ConnectError, UsageError
 from kvwire.aio import end_task
 from kvwire.directory import ChangeKind
 from kvwire.directory.base import Batch
@@ -40,6 +40,24 @@ async def test_members_that_a_lost_directory_forgot_have_a_lease_to_come_back() 
         assert here.hub.there == {another.key: another.encode()}
     await here.close()
     assert not here.hub.there
+
+
+async def test_what_has_ended_is_not_ended_again() -> None:
+    """But a directory that could not be left is left by the next close."""
+    ends: list[str] = []
+
+    class Failing(MemoryDirectory):
+        async def disconnect(self) -> None:
+            ends.append("disconnect")
+            if len(ends) == 1:
+                raise ConnectError("the first time")
+
+    here = Failing()
+    with pytest.raises(ConnectError):
+        await here.close()
+    async with here:
+        await here.close()
+    assert ends == ["disconnect"] * 2
 
 
 async def test_announcing_waits_for_a_directory_that_is_away() -> None:

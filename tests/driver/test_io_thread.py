@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 import kvwire
 from kvwire.driver import io_thread
 from kvwire.driver.io_thread import IOThread
+from tests.support.interrupts import interrupts
 
 
 @pytest.fixture
@@ -63,15 +65,61 @@ def test_an_error_passes_through(thread: IOThread, error: Exception) -> None:
 def test_a_call_that_takes_too_long_is_cancelled(thread: IOThread) -> None:
     cancelled = threading.Event()
 
-    async def wait() -> None:
+    async def work() -> None:
         try:
             await _for_ever()
         finally:
             cancelled.set()
 
     with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"):
-        thread.call(wait(), timeout=0.01)
+        thread.call(work(), timeout=0.01)
     assert cancelled.wait(10)
+
+
+def test_an_interrupted_call_has_ended(thread: IOThread) -> None:
+    """However many turns of the loop its end takes."""
+    ended = threading.Event()
+
+    async def work() -> None:
+        interrupt()
+        try:
+            await _for_ever()
+        finally:
+            for _ in range(1000):
+                await asyncio.sleep(0)
+            ended.set()
+
+    with interrupts() as interrupt:
+        with pytest.raises(KeyboardInterrupt):
+            thread.call(work())
+        assert ended.is_set()
+    assert thread.call(_three()) == 3
+
+
+def test_a_second_interrupt_does_not_wait_for_the_end(
+    thread: IOThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = asyncio.Event()
+    ended = threading.Event()
+
+    async def work() -> None:
+        interrupt()
+        try:
+            await _for_ever()
+        finally:
+            await go_on.wait()
+            ended.set()
+
+    def second(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with interrupts() as interrupt:
+        monkeypatch.setattr(concurrent.futures, "wait", second)
+        with pytest.raises(KeyboardInterrupt):
+            thread.call(work())
+        assert not ended.is_set()
+    thread.post(go_on.set)
+    assert ended.wait(10)
 
 
 def test_its_own_thread_cannot_wait_for_it(thread: IOThread) -> None:
@@ -152,6 +200,7 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left(
     assert began.wait(10)
     thread.close()
     assert result.cancelled()
+    assert wait([result], timeout=10).done == {result}
     assert "these tasks were cancelled and have not ended" in caplog.text
     assert "stubborn" in caplog.text
     let_go = True

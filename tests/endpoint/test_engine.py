@@ -10,11 +10,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ import pytest
 import kvwire
 from kvwire import EngineConnection, EngineIncoming, EngineOutgoing
 from tests.support.caches import BLOCKS, LAYERS, Memory, same
+from tests.support.interrupts import interrupts
 from tests.support.pairs import SCHEMES, anywhere
 from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import PATIENCE_S
@@ -507,6 +509,62 @@ def test_memory_that_a_peer_may_reach() -> None:
                 region.grant(e.c)  # type: ignore[arg-type]
         with pytest.raises(kvwire.UsageError, match="closed"):
             region.grant(e.offering)
+
+
+@pytest.mark.parametrize("verb", ["send", "recv", "put", "get", "read"])
+def test_memory_of_an_interrupted_call_is_free(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a transport needs for it: then the interrupt arrives."""
+    awaiting = kvwire.Request.__await__
+    releasing = kvwire.Request.released
+    free: list[bool] = []
+
+    def awaited(self: kvwire.Request[Any]) -> Generator[Any, Any, Any]:
+        interrupt()
+        return (yield from awaiting(self))
+
+    async def released(self: kvwire.Request[Any]) -> None:
+        await releasing(self)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        free.append(self.done())
+
+    with engines() as e, e.p.register(bytearray(8), "readwrite") as region:
+        grant = region.grant(e.offering)
+        memory = bytearray(8)
+        window = e.p.expose("kv", e.source.cache)
+        ticket = window.offer([3])
+        remote = e.asking.window("kv")
+        calls: dict[str, Callable[[], object]] = {
+            "send": lambda: e.asking.send(1, memory),
+            "recv": lambda: e.asking.recv(1, memory),
+            "put": lambda: e.asking.put(memory, grant),
+            "get": lambda: e.asking.get(grant, memory),
+            "read": lambda: remote.get(ticket, e.target.cache, [0]),
+        }
+        with interrupts() as interrupt, monkeypatch.context() as patch:
+            patch.setattr(kvwire.Request, "__await__", awaited)
+            patch.setattr(kvwire.Request, "released", released)
+            with pytest.raises(KeyboardInterrupt):
+                calls[verb]()
+            assert free == [True]
+
+
+def test_a_block_keeps_its_error_if_the_engine_is_closed() -> None:
+    """And ends without one if it has none."""
+    with engines() as e:
+        window = e.c.expose("kv", e.target.cache)
+        region = e.c.register(bytearray(8))
+        remote = e.asking.window(e.p.expose("kv", e.source.cache).name)
+        peer = e.c.peer("tcp://127.0.0.1:1")
+        _, inc = e.begin("t")
+        e.c.close()
+        for one in (e.asking, peer, window, region, remote, inc):
+            with pytest.raises(ZeroDivisionError), one:
+                raise ZeroDivisionError
+            with one:
+                assert e.c.closed
 
 
 def test_a_peer_is_dialled_when_it_is_used(tmp_path: Path) -> None:

@@ -229,6 +229,40 @@ async def test_tiers_in_trouble_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == {"status": "degraded", "trouble": {"disk": "no space left"}}
 
 
+def test_a_connection_whose_tls_fails_is_closed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever kind of error it is."""
+
+    class Failing:
+        bytes_max = 100
+
+        def answer(
+            self, path: str, headers: Mapping[str, str], client: HttpClient, body: bytes
+        ) -> tuple[HTTPStatus, dict[str, Any]]:
+            raise NotImplementedError
+
+        def secured(self, connection: socket.socket) -> ssl.SSLSocket | None:
+            raise ValueError("certificates")
+
+        def identity(self, tls: ssl.SSLSocket) -> str:
+            raise NotImplementedError
+
+    def get(path: str, headers: Mapping[str, str], client: HttpClient) -> HttpReply:
+        raise NotImplementedError
+
+    with HttpThread("127.0.0.1:0", get, Failing()) as server:
+        url = urlsplit(server.url)
+        where = str(url.hostname), url.port or 0
+        with socket.create_connection(where, timeout=PATIENCE_S) as client:
+            client.sendall(b"\x16")
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+    assert [str(one.exc_info and one.exc_info[1]) for one in caplog.records] == [
+        "certificates"
+    ]
+
+
 async def test_an_address_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = f"127.0.0.1:{taken.getsockname()[1]}"

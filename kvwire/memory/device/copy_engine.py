@@ -129,8 +129,6 @@ class StreamWaiters:
         with self._lock:
             waiter = self._serving.get(stream) or self._least_busy()
             waiter.watched.stream.wait(event)
-            waiter.unfired[stream] += 1
-            self._serving[stream] = waiter
 
             def fired(error: Exception | None) -> None:
                 with self._lock:
@@ -141,6 +139,9 @@ class StreamWaiters:
                 done(error)
 
             waiter.watched.watch(fired)
+            # Not before: what is not watched never fires.
+            waiter.unfired[stream] += 1
+            self._serving[stream] = waiter
 
     async def fired(self, event: object, source: Hashable = None) -> Exception | None:
         """Wait for an event; return None, or the device's error.

@@ -208,6 +208,31 @@ def test_streams_share_threads_when_all_are_taken(
     late.close()
 
 
+def test_an_event_that_cannot_be_watched_does_not_count(
+    device: SimulatedDevice,
+    loop: Loop,
+    waiters: StreamWaiters,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its waiter is free for the next stream."""
+    told: list[str] = []
+    for count in range(2):
+        stream = device.stream()
+        with monkeypatch.context() as patch:
+            patch.setattr(CompletionThread, "watch", _refuse)
+            with pytest.raises(RuntimeError, match="no thread"):
+                waiters.wait(stream.record(), partial(_note, told, "never"))
+        waiters.wait(stream.record(), partial(_note, told, f"{count}"))
+        loop.turn()
+        stream.close()
+    assert told == ["0", "1"]
+    assert len(waiters._waiters) == 1
+
+
+def _refuse(*_: object) -> None:
+    raise RuntimeError("no thread")
+
+
 # --- events that a thread waits for
 
 
