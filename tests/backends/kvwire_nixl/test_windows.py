@@ -69,7 +69,7 @@ async def test_a_lane_that_has_ended_has_no_windows() -> None:
         window = reader.window(description, pool.memory)
         found = window.read(pool.batch([1]))
         reader.abort()
-        with pytest.raises(BackendUnavailable, match="not up"):
+        with pytest.raises(BackendUnavailable, match="the lane is not open"):
             reader.window(description, pool.memory)
         with pytest.raises(ConnectionLost, match="has ended"):
             window.read(pool.batch([1]))
