@@ -19,6 +19,7 @@ import random
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import (
     TYPE_CHECKING,
@@ -127,6 +128,24 @@ def start_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     started here, so all code can rely on the later turn.
     """
     return asyncio.Task(coroutine, loop=asyncio.get_running_loop())
+
+
+def settler(over: asyncio.Future[T]) -> Callable[[T], None]:
+    """Return a function that gives a future of the running loop its result.
+
+    It may be called from any thread. If the future is done, or its loop is closed,
+    nothing happens.
+    """
+
+    def settle(result: T) -> None:
+        if not over.done():
+            over.set_result(result)
+
+    def call(result: T) -> None:
+        with suppress(RuntimeError):  # the loop is closed: no waiter is left
+            over.get_loop().call_soon_threadsafe(settle, result)
+
+    return call
 
 
 async def run_to_completion(work: Awaitable[T]) -> T:

@@ -8,10 +8,10 @@ nor the device's other streams wait.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from kvwire.aio import settler
 from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.memory.device.copy_engine import StreamWaiters
@@ -68,18 +68,8 @@ async def wait_event(after: Any, devices: Devices) -> None:
 
     Cancel safety: safe, it only watches.
     """
-    loop = asyncio.get_running_loop()
-    over: asyncio.Future[Failure] = loop.create_future()
-
-    def settle(failure: Failure) -> None:
-        if not over.done():
-            over.set_result(failure)
-
-    def tell(failure: Failure) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no waiter is left
-            loop.call_soon_threadsafe(settle, failure)
-
-    EventWaiter(devices).prepare(after)(tell)
+    over: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+    EventWaiter(devices).prepare(after)(settler(over))
     failure = await over
     if failure:
         raise BackendUnavailable(f"the awaited condition {failure}")

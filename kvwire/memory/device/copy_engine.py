@@ -8,7 +8,6 @@ microseconds per chunk, while the chunk's copy over PCIe takes many times as lon
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import threading
@@ -142,25 +141,6 @@ class StreamWaiters:
             # Not before: what is not watched never fires.
             waiter.unfired[stream] += 1
             self._serving[stream] = waiter
-
-    async def fired(self, event: object, source: Hashable = None) -> Exception | None:
-        """Wait for an event; return None, or the device's error.
-
-        Cancel safety: safe, it only watches.
-        """
-        loop = asyncio.get_running_loop()
-        over: asyncio.Future[Exception | None] = loop.create_future()
-
-        def settle(error: Exception | None) -> None:
-            if not over.done():
-                over.set_result(error)
-
-        def done(error: Exception | None) -> None:
-            with suppress(RuntimeError):  # the loop is closed: no waiter is left
-                loop.call_soon_threadsafe(settle, error)
-
-        self.wait(event, done, source)
-        return await over
 
     def close(self) -> None:
         """End the threads once every event has fired; never blocks."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
 
@@ -83,18 +82,11 @@ class DeviceCopies:
                 with device_errors(device):
                     self._copiers[device] = _DeviceCopier(device_ops(device))
 
-    async def fired(self, device: Device, after: object) -> None:
-        """Wait for an event of a prepared device, so that no other copy waits for it.
-
-        A copy behind it reports the failure if the device has failed.
-
-        Cancel safety: safe, it only watches.
-        """
-        # The copy raises the same error again.
-        with suppress(Exception):
-            if isinstance(after, Event) and after.query():
-                return
-            await self._copiers[device].waiters.fired(after, source=object())
+    def waiters(self, device: Device, after: object) -> StreamWaiters | None:
+        """Return what waits for an event of a prepared device; None if it has fired."""
+        if isinstance(after, Event) and after.query():
+            return None
+        return self._copiers[device].waiters
 
     def copy(
         self, source: Fragments, destination: Fragments, after: object = None

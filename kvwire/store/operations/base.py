@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import ClassVar, Final
 
 import numpy as np
 
-from kvwire.aio import gather_all
+from kvwire.aio import gather_all, settler
 from kvwire.errors import error_text
 from kvwire.kv.blocks import Bits, BlockLists, Codes, Ids
 from kvwire.kv.fragments import Fragments
@@ -116,7 +117,13 @@ class Operation(ABC):
         assert self.asked is not None
         cache = self.asked[0]
         assert cache.device is not None, "host memory has no events"
-        await self.tiers.threads.devices.fired(cache.device, self._after)
+        devices = self.tiers.threads.devices
+        with suppress(Exception):  # the copy behind it raises the same error again
+            waiters = devices.waiters(cache.device, self._after)
+            if waiters is not None:
+                over = asyncio.get_running_loop().create_future()
+                waiters.wait(self._after, settler(over), source=object())
+                await over
 
     def end(self) -> Outcome | None:
         """Count the end of the call, mark its blocks as used, return the outcome."""
