@@ -134,7 +134,7 @@ def _named(target: str) -> AbstractContextManager[None]:
 
 
 def _list() -> None:
-    """List the targets; what they need is looked up, not imported."""
+    """List the targets, and look up their libraries without importing them."""
     table = Table("target", "what it needs", box=None, pad_edge=False)
     for target, needs in TARGETS.items():
         try:

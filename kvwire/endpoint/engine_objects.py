@@ -37,6 +37,7 @@ from kvwire.transfers.ready_log import Which
 from kvwire.types import Access, AccessName, Grant, PeerInfo, TransportReport
 
 T = TypeVar("T")
+M = TypeVar("M", Region, Window, RemoteWindow)
 V = TypeVar("V", Connection, Peer)
 
 
@@ -299,10 +300,16 @@ class EnginePeer(_EngineVerbs[Peer]):
         return EngineConnection(self._engine, self._thread, found)
 
 
-class _EngineMemory:
+class _EngineMemory(Generic[M]):
     """Closes memory that peers may reach at the end of a block."""
 
-    _thread: IOThread
+    def __init__(self, engine: object, thread: IOThread, memory: M) -> None:
+        self._engine = engine  # keep a reference, or it would close
+        self._thread = thread
+        self._memory: M = memory
+
+    def __repr__(self) -> str:
+        return repr(self._memory)
 
     def close(self) -> None:
         raise NotImplementedError
@@ -318,25 +325,17 @@ class _EngineMemory:
                 self.close()
 
 
-class EngineRegion(_EngineMemory):
+class EngineRegion(_EngineMemory[Region]):
     """Makes a region usable from synchronous code."""
-
-    def __init__(self, engine: object, thread: IOThread, region: Region) -> None:
-        self._engine = engine  # keep a reference, or it would close
-        self._thread = thread
-        self._region = region
 
     def __len__(self) -> int:
         """Return its length in bytes."""
-        return len(self._region)
-
-    def __repr__(self) -> str:
-        return repr(self._region)
+        return len(self._memory)
 
     @property
     def access(self) -> Access:
         """Return the widest access that its grants may allow."""
-        return self._region.access
+        return self._memory.access
 
     def grant(
         self,
@@ -353,84 +352,68 @@ class EngineRegion(_EngineMemory):
         if not isinstance(connection, EngineConnection):
             raise wrong_type("grant", connection, "a connection of this engine")
         return self._thread.run(
-            lambda: self._region.grant(
+            lambda: self._memory.grant(
                 connection._verbs, offset=offset, nbytes=nbytes, access=access
             )
         )
 
     def revoke(self) -> None:
         """End every grant made so far; new grants remain possible."""
-        self._thread.run(self._region.revoke)
+        self._thread.run(self._memory.revoke)
 
     def close(self) -> None:
         """End every grant, and wait until kvwire no longer touches the memory."""
-        self._thread.call(self._region.close())
+        self._thread.call(self._memory.close())
 
 
-class EngineWindow(_EngineMemory):
+class EngineWindow(_EngineMemory[Window]):
     """Makes a window of this side usable from synchronous code."""
-
-    def __init__(self, engine: object, thread: IOThread, window: Window) -> None:
-        self._engine = engine  # keep a reference, or it would close
-        self._thread = thread
-        self._window = window
-
-    def __repr__(self) -> str:
-        return repr(self._window)
 
     @property
     def name(self) -> str:
         """Return the name by which peers open it."""
-        return self._window.name
+        return self._memory.name
 
     @property
     def closed(self) -> bool:
         """Return whether it was closed."""
-        return self._window.closed
+        return self._memory.closed
 
     def offer(self, blocks: Blocks) -> bytes:
         """Allow blocks to be read, as :meth:`kvwire.Window.offer`; never waits."""
-        return self._window.offer(blocks)
+        return self._memory.offer(blocks)
 
     def withdraw(self, blocks: Blocks | None = None) -> None:
         """Forbid reading blocks, as :meth:`kvwire.Window.withdraw`; never waits."""
-        self._window.withdraw(blocks)
+        self._memory.withdraw(blocks)
 
     def close(self) -> None:
         """Withdraw all blocks, and wait until no transport touches the memory."""
-        self._thread.call(self._window.close())
+        self._thread.call(self._memory.close())
 
 
-class EngineRemoteWindow(_EngineMemory):
+class EngineRemoteWindow(_EngineMemory[RemoteWindow]):
     """Makes a peer's window usable from synchronous code."""
-
-    def __init__(self, engine: object, thread: IOThread, window: RemoteWindow) -> None:
-        self._engine = engine  # keep a reference, or it would close
-        self._thread = thread
-        self._window = window
-
-    def __repr__(self) -> str:
-        return repr(self._window)
 
     @property
     def name(self) -> str:
         """Return the name by which the owner exposes it."""
-        return self._window.name
+        return self._memory.name
 
     @property
     def specs(self) -> dict[str, KVSpec]:
         """Return the spec of each group of the owner's cache."""
-        return self._window.specs
+        return self._memory.specs
 
     @property
     def way(self) -> str:
         """Return how blocks are read: "mapped", "process_vm_readv", "messages", ..."""
-        return self._window.way
+        return self._memory.way
 
     @property
     def owner_gone(self) -> bool:
         """Return whether the owner's process, or the connection to it, has ended."""
-        return self._window.owner_gone
+        return self._memory.owner_gone
 
     def get(
         self,
@@ -450,7 +433,7 @@ class EngineRemoteWindow(_EngineMemory):
         """
 
         async def read() -> Outcome:
-            request = self._window.get(
+            request = self._memory.get(
                 ticket, into, blocks, positions=positions, deadline=timeout
             )
             return await _finished(request)
@@ -459,7 +442,7 @@ class EngineRemoteWindow(_EngineMemory):
 
     def close(self) -> None:
         """Stop reading, and notify the owner."""
-        self._thread.call(self._window.close())
+        self._thread.call(self._memory.close())
 
 
 class _EngineTransfer:

@@ -76,7 +76,7 @@ class ImageForm:
 
 @lru_cache(1024)
 def form_of(spec: KVSpec, axes: tuple[str, ...]) -> ImageForm:
-    """Return the form of a block's image whose axes are in this order."""
+    """Return the form of an image that has its axes in this order."""
     extents = extents_of(spec)
     return ImageForm(spec.dtype, axes, tuple(extents[axis] for axis in axes))
 
