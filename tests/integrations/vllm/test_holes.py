@@ -156,6 +156,8 @@ def test_blocks_are_copied_around_the_pass_that_computes_a_hole() -> None:
 
 
 class Server(HTTPServer):
+    request_queue_size = 64  # it answers one at a time, and nobody waits for a place
+
     def __init__(self, status: int = 200) -> None:
         super().__init__(("127.0.0.1", 0), _Answer)
         self.status = status
