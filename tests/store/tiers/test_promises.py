@@ -100,8 +100,9 @@ async def _(folder: Path) -> AsyncIterator[TierRig]:
                 name = f"kvwire:{path_of(key)}"
                 plain.setrange(name, plain.strlen(name) - 1, bytes([image[-1] ^ 1]))
 
-        address = f"redis://127.0.0.1:{server.port}?timeout=1"
-        yield TierRig(opener(address), lambda: gone(server), damage)
+        yield TierRig(
+            opener(f"redis://127.0.0.1:{server.port}"), lambda: gone(server), damage
+        )
 
 
 @asynccontextmanager
