@@ -67,8 +67,8 @@ def absolute(deadline: Deadline) -> float | None:
             seconds = _number(deadline)
     if not math.isfinite(seconds) or seconds < 0:
         raise UsageError(
-            f"deadline={deadline!r}: pass a number of seconds from now (2.0), a "
-            f"timedelta, or kvwire.Instant(loop.time() + 2)"
+            f"deadline={deadline!r:.80}: pass a number of seconds from now "
+            f"(2.0), a timedelta, or kvwire.Instant(loop.time() + 2)"
         )
     return now + seconds
 
@@ -81,7 +81,7 @@ def seconds_of(name: str, value: object) -> float:
     """
     seconds = _number(value)
     if not 0 < seconds < math.inf:
-        raise UsageError(f"{name}={value!r}: pass a number of seconds above 0")
+        raise UsageError(f"{name}={value!r:.80}: pass a number of seconds above 0")
     return seconds
 
 

@@ -342,6 +342,18 @@ def is_name(value: object) -> bool:
     return value.encode(errors="replace").decode() == value
 
 
+def check_name(what: str, value: object) -> None:
+    """Refuse what is no name: a text of 1 to NAME_CHARS_MAX characters, without halves.
+
+    Raises:
+        UsageError: It is another value; the text begins with ``what``.
+    """
+    if not is_name(value) or not value:
+        raise UsageError(
+            f"{what}={value!r:.80}: pass a string of 1 to {NAME_CHARS_MAX} characters"
+        )
+
+
 def sayable(reason: str) -> str:
     """Return a reason short enough for a peer, cut between characters."""
     return reason[:REASON_CHARS_MAX].encode(errors="replace").decode()

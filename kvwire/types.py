@@ -134,8 +134,8 @@ class Access(enum.Flag):
         names = {"read": cls.READ, "write": cls.WRITE, "readwrite": cls.READWRITE}
         if not isinstance(text, str) or text not in names:
             raise UsageError(
-                f'access={text!r}: use "read" (the peer may get), "write" (the peer '
-                f'may put) or "readwrite"; {nearest(text, names)}'
+                f'access={text!r:.80}: use "read" (the peer may get), "write" (the '
+                f'peer may put) or "readwrite"; {nearest(text, names)}'
             )
         return names[text]
 
@@ -193,7 +193,7 @@ class Address:
             return text
         if not isinstance(text, str):
             raise UsageError(
-                f'address {text!r}: write "host:port", or pass a kvwire.Address'
+                f'address {text!r:.80}: write "host:port", or pass a kvwire.Address'
             )
         full = text if "://" in text else f"tcp://{text}"
         scheme, _, rest = full.partition("://")

@@ -76,7 +76,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         Raises:
             UsageError: A field is not allowed, or the record is too long.
         """
-        raw = msgspec.json.encode(self, enc_hook=_plain)
+        try:
+            raw = msgspec.json.encode(self, enc_hook=_plain)
+        except UnicodeEncodeError as exc:
+            raise UsageError(f"not a valid record: {exc}") from None
         Record.decode(raw)
         return raw
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from kvwire.directory.limits import RECORD_FIELDS_MAX, SELECTOR_CHARS_MAX
 from kvwire.directory.record import Record
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, wrong_type
 
 _TEXTS: Final = ("name", "role", "model", "address", "incarnation")
 FIELDS: Final = frozenset((*_TEXTS, "transport", "spec"))
@@ -39,6 +39,8 @@ class Selector:
         """
         if isinstance(text, Selector):
             return text
+        if not isinstance(text, str):
+            raise wrong_type("selector", text, "a text or a record")
         if len(text) > SELECTOR_CHARS_MAX:
             raise UsageError(
                 f"the selector has {len(text)} characters; at most "

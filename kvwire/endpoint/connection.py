@@ -782,7 +782,7 @@ def checked_tag(tag: Any) -> int:
     """
     number = whole(tag)
     if number is None or not 0 <= number <= _TAG_MAX:
-        raise UsageError(f"tag={tag!r}: pass an integer from 0 to 2**64 - 1")
+        raise UsageError(f"tag={tag!r:.80}: pass an integer from 0 to 2**64 - 1")
     return number
 
 

@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.aio import Closing, LoopThread
-from kvwire.errors import UsageError, is_name, wrong_type
+from kvwire.errors import UsageError, check_name, wrong_type
 from kvwire.kv.blocks import Blocks, Ids
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.ticket import SERIAL_BYTES, write_ticket
 from kvwire.kv.window_map import geometry_of_pools
-from kvwire.limits import NAME_CHARS_MAX, WINDOWS_MAX
+from kvwire.limits import WINDOWS_MAX
 from kvwire.memory.buffers import Memory, as_payload
 from kvwire.memory.generations import Generations
 
@@ -190,11 +190,7 @@ class WindowTable:
         self, name: str, memory: PagedCache | Memory, block_bytes: int | None
     ) -> Window:
         """Make a window; see Communicator.expose."""
-        if not is_name(name) or not name:
-            raise UsageError(
-                f"expose: name={name!r}: pass a string of 1 to {NAME_CHARS_MAX} "
-                "characters"
-            )
+        check_name("expose: name", name)
         if name in self.open:
             raise UsageError(f"expose: a window named {name!r} is open; close it first")
         if len(self.open) >= WINDOWS_MAX:

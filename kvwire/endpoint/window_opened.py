@@ -23,6 +23,7 @@ from kvwire.errors import (
     KVWireError,
     ProtocolError,
     UsageError,
+    check_name,
 )
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.paged import PagedCache
@@ -254,10 +255,12 @@ class PeerWindows:
         """Open a window of the peer.
 
         Raises:
+            UsageError: No window can have this name.
             KVWireError: The peer has no such window, or the connection ended.
 
         Cancel safety: safe, a window that opens too late is closed again.
         """
+        check_name("window: name", name)
         driver = self.driver
         waiting = WindowOpening(self, driver.services.loop.create_future())
         record = driver.core.open_window(name, deadline)

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from typing import Any, Final, TypedDict
 
 from kvwire.errors import UsageError
-from kvwire.kv.layout import ALIASES, AxisOrder, Dims, Layout, parse_layout
+from kvwire.kv.layout import (
+    ALIASES,
+    AxisOrder,
+    Dims,
+    Layout,
+    check_layout,
+    parse_layout,
+)
 from kvwire.kv.spec import DType, KVSpec, dtype_name
 from kvwire.kv.tensors import TensorView, tensor_view
 
@@ -41,6 +48,7 @@ def inferred(
     Raises:
         UsageError: The tensors' shape is not a cache's, or is ambiguous.
     """
+    check_layout(layout)
     entries: Any
     if hasattr(tensors, "layers"):
         entries = _of_transformers(tensors, block_tokens)
@@ -57,6 +65,8 @@ def inferred(
         raise UsageError("PagedCache.of: pass at least one tensor")
     first = entries if alone else entries[0]
     apart = isinstance(first, list | tuple)
+    if apart and not first:
+        raise UsageError("PagedCache.of: the first layer has no tensor")
     view = tensor_view(first[0] if apart else first, "PagedCache.of: the first tensor")
     dims = _dims(view, layout, alone=alone, apart=apart)
     extents = _extents(view, dims)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NewType, TypeAlias
 
-from kvwire.errors import UsageError, nearest
+from kvwire.errors import UsageError, nearest, wrong_type
 from kvwire.kv.spec import KVSpec
 
 AXES: Final = ("layer", "block", "kv", "token", "head", "dim")
@@ -68,6 +68,16 @@ def parse_layout(text: str) -> Dims:
     if "block" not in named:
         raise UsageError(f"layout {text!r}: axis 'block' is missing")
     return tuple(dims)
+
+
+def check_layout(layout: object) -> None:
+    """Refuse a layout that is no text.
+
+    Raises:
+        UsageError: It is another value.
+    """
+    if not isinstance(layout, str):
+        raise wrong_type("layout", layout, 'a text, such as "NHD"')
 
 
 def choose_dims(

@@ -16,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import limits
-from kvwire.errors import UsageError, is_name, wrong_type
+from kvwire.errors import UsageError, check_name, wrong_type
 from kvwire.kv.blocks import DEFAULT_GROUP, BlockLists, Blocks, block_lists
 from kvwire.kv.inferred import SpecFields, inferred
-from kvwire.kv.layout import AXES, Axis, Layout, choose_dims, overlapping, read_axes
+from kvwire.kv.layout import (
+    AXES,
+    Axis,
+    Layout,
+    check_layout,
+    choose_dims,
+    overlapping,
+    read_axes,
+)
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import TensorView, tensor_view
 from kvwire.types import Device, MemoryKind
@@ -191,12 +199,13 @@ class CacheGroup:
     """
 
     def __init__(self, name: str, spec: KVSpec, tensors: object, layout: str) -> None:
-        _check_name(name)
+        check_name("PagedCache: group name", name)
         if not isinstance(spec, KVSpec):
             raise wrong_type("PagedCache", spec, "a kvwire.KVSpec")
         entries = _entries(tensors, spec, name)
         self.name: str = name
         self.spec: KVSpec = spec
+        check_layout(layout)
         bases, axes, views = _place(entries, spec, layout, name)
         self.bases: Addresses = bases
         self.num_blocks: int = axes["block"].extent
@@ -220,14 +229,6 @@ Addresses: TypeAlias = npt.NDArray[np.int64]
 # The axes of the table of bases, in order; and the axes that have one stride each.
 _TABLE: Final = ("layer", "kv")
 _INNER: Final = ("block", "token", "head", "dim")
-
-
-def _check_name(name: object) -> None:
-    if not name or not is_name(name):
-        raise UsageError(
-            f"PagedCache: group name {name!r}: pass a string of 1 to "
-            f"{limits.NAME_CHARS_MAX} characters"
-        )
 
 
 def _entries(tensors: object, spec: KVSpec, group: str) -> list[tuple[object, ...]]:

@@ -90,8 +90,17 @@ class BlockPool:
         return len(self._by_hash)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the number of blocks that these tokens need."""
-        return -(-num_tokens // self.block_tokens)
+        """Return the number of blocks that these tokens need.
+
+        Raises:
+            UsageError: It is not a whole number of at least 0.
+        """
+        tokens = whole(num_tokens)
+        if tokens is None or tokens < 0:
+            raise UsageError(
+                f"blocks_for({num_tokens!r:.80}): pass a number of at least 0"
+            )
+        return -(-tokens // self.block_tokens)
 
     def ref_count(self, block: int) -> int:
         """Return the number of holds of a block.
@@ -115,20 +124,22 @@ class BlockPool:
         """Return free blocks, each held once; they lose their cached content.
 
         Raises:
-            UsageError: Too few blocks are free; none was allocated.
+            UsageError: Too few blocks are free, or it is no whole number; none was
+                allocated.
         """
-        if not 0 <= count <= self.free_blocks:
+        wanted = whole(count)
+        if wanted is None or not 0 <= wanted <= self.free_blocks:
             raise UsageError(
-                f"allocate({count}): {self.free_blocks} of {self.num_blocks} blocks "
-                "are free; check pool.free_blocks first"
+                f"allocate({count!r:.80}): {self.free_blocks} of {self.num_blocks} "
+                "blocks are free; check pool.free_blocks first"
             )
         refs = self._refs
-        rest = max(0, len(self._blank) - count)
+        rest = max(0, len(self._blank) - wanted)
         taken = self._blank[rest:]
         del self._blank[rest:]
         taken.reverse()
-        if len(taken) < count:
-            taken += self._take_cached(count - len(taken))
+        if len(taken) < wanted:
+            taken += self._take_cached(wanted - len(taken))
         for block in taken:
             refs[block] = 1
         return taken
@@ -264,7 +275,7 @@ class BlockPool:
                 f"block {wrong} does not exist; the pool has 0 to {self.num_blocks - 1}"
             )
         if len(set(blocks)) != len(blocks):
-            twice = next(b for b in blocks if blocks.count(b) > 1)
+            twice = next(b for b in blocks if list(blocks).count(b) > 1)
             raise UsageError(f"block {twice} appears twice")
 
     def _check_held(self, blocks: Sequence[int]) -> None:

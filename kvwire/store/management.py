@@ -476,7 +476,7 @@ class StoreManagement(AsyncWith):
         self, cache: PagedCache, hash_tokens: HashTokens, tenant: str
     ) -> dict[str, Namespace]:
         """Return the namespace of each group of a cache."""
-        if tenant:
+        if type(tenant) is not str or tenant:
             self._tiers.tenants.require(tenant)
         groups = cache.groups
         lossy = self._tiers.lossy
@@ -503,7 +503,7 @@ class StoreManagement(AsyncWith):
 
     def _known_namespaces(self, hashes: Hashes, tenant: str) -> dict[str, Namespace]:
         """Return the known namespaces for hashes without a cache."""
-        if tenant:
+        if type(tenant) is not str or tenant:
             self._tiers.tenants.require(tenant)
         found: dict[str, Namespace] = {}
         for namespace in self._tiers.namespaces.values():

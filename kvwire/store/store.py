@@ -608,7 +608,8 @@ class OpeningStore(Opening):
         if write not in ("through", "back"):
             hint = nearest(write, ("through", "back"))
             raise UsageError(f'write={write!r}: use "through" or "back"; {hint}')
-        if isinstance(tiers, str) or not tiers:
+        given: object = tiers
+        if not isinstance(given, Sequence) or isinstance(given, str) or not given:
             raise UsageError('tiers: pass a list, such as ["memory:8GiB"]')
         self._tiers = [TierAddress.parse(text) for text in tiers]
         if self._tiers[0].scheme in ELSEWHERE:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.config import local_path
-from kvwire.errors import UsageError, shown
+from kvwire.errors import UsageError, shown, wrong_type
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.store.address import TierAddress
 from kvwire.store.limits import (
@@ -170,6 +170,8 @@ class Tenants:
 
     def require(self, name: str) -> None:
         """Refuse an unknown tenant."""
+        if not isinstance(name, str):
+            raise wrong_type("tenant", name, "a tenant's name")
         if name not in self._numbers:
             known = ", ".join(t.name for t in self.listed[1:]) or "none"
             raise UsageError(

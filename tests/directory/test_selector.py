@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvwire import UsageError
@@ -53,9 +55,11 @@ def test_who_is_meant(text: str, meant: bool) -> None:
         ("role=a,role=b", "twice"),
         ("x" * 2000, "2000 characters"),
         (",".join(f"k{i}=1" for i in range(65)), "65 terms"),
+        (None, "selector: pass a text"),
+        (["role=decode"], "selector: pass a text"),
     ],
 )
-def test_what_is_no_selector(text: str, words: str) -> None:
+def test_what_is_no_selector(text: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         Selector.parse(text)
 

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -370,6 +371,17 @@ async def test_no_such_window(pair: Pair) -> None:
         await pair.left.window("key")
 
 
+@pytest.mark.parametrize("name", [None, "", b"key", 7, "x" * 500, "\ud800", SOURCE])
+async def test_a_name_that_no_window_has(pair: Pair, name: Any) -> None:
+    """It is refused here: the peer would end the connection for it."""
+    with pytest.raises(kvwire.UsageError, match="window: name="):
+        await pair.left.window(name)
+    with pytest.raises(kvwire.UsageError, match="expose: name="):
+        pair.far.expose(name, SOURCE.cache)
+    await pair.left.send(1, b"still")
+    assert bytes(await pair.right.recv(1)) == b"still"
+
+
 async def test_caches_that_do_not_fit(pair: Pair) -> None:
     """The error names the field."""
     window, remote = await opened(pair)
@@ -417,9 +429,8 @@ async def test_tickets_that_are_forged(pair: Pair) -> None:
 async def test_names_and_memory_that_are_refused(pair: Pair) -> None:
     """By their field."""
     pair.far.expose("kv", SOURCE.cache)
-    for name in ("kv", "", "x" * 500):
-        with pytest.raises(kvwire.UsageError, match="expose"):
-            pair.far.expose(name, SOURCE.cache)
+    with pytest.raises(kvwire.UsageError, match="expose"):
+        pair.far.expose("kv", SOURCE.cache)
     for size in (0, 3, -1, None):
         with pytest.raises(kvwire.UsageError, match="block_bytes"):
             pair.far.expose("bytes", bytearray(16), block_bytes=size)

@@ -78,6 +78,8 @@ def test_the_rest_is_said() -> None:
         (layers(9, 3, 16, 4, 8), {}, "fits no known layout; name its axes"),
         (layers(9, 16, 4, 8), {}, "name its axes"),
         ([], {}, "pass at least one tensor"),
+        ([()], {}, "the first layer has no tensor"),
+        (layers(9, 2, 16, 4, 8), {"layout": ["NHD"]}, "layout: pass a text"),
         (np.zeros((9, 2, 16, 4, 8), np.float16), {}, "one tensor of all layers"),
         (
             np.zeros((9, 2, 16, 4, 8)),

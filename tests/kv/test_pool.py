@@ -150,8 +150,9 @@ TestPool.settings = settings(
 
 
 def test_wrong_calls_change_nothing() -> None:
-    pool = BlockPool(3, 4)
-    blocks = pool.allocate(2)
+    made = BlockPool(3, 4)
+    blocks = made.allocate(2)
+    pool: Any = made
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: pool.free([0, 3]), "block 3 does not exist; the pool has 0 to 2"),
         (lambda: pool.free([-1]), "block -1 does not exist; the pool has 0 to 2"),
@@ -160,6 +161,10 @@ def test_wrong_calls_change_nothing() -> None:
         (lambda: pool.touch([0, 2]), "block 2 is free and has no cached content"),
         (lambda: pool.cache([0], []), "0 hashes for 1 blocks"),
         (lambda: pool.evict([1, 1]), "block 1 appears twice"),
+        (lambda: pool.free(np.array([1, 1])), "block 1 appears twice"),
+        (lambda: pool.allocate(1.0), r"allocate\(1.0\)"),
+        (lambda: pool.blocks_for(-1), r"blocks_for\(-1\)"),
+        (lambda: pool.blocks_for("4"), r"blocks_for\('4'\)"),
         (lambda: pool.ref_count(3), "block 3 does not exist"),
         (lambda: pool.hash_of(-1), "block -1 does not exist"),
         (lambda: pool.allocate(-1), r"allocate\(-1\)"),
@@ -193,3 +198,13 @@ def test_sizes_of_any_whole_type() -> None:
 def test_blocks_for_tokens() -> None:
     pool = BlockPool(4, 16)
     assert [pool.blocks_for(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
+
+
+def test_unsigned_numbers_do_not_wrap() -> None:
+    """NumPy's minus does, and lengths of prompts often come from an array."""
+    pool: Any = BlockPool(4, 16)
+    assert [pool.blocks_for(n) for n in np.array([0, 1, 17], np.uint32)] == [0, 1, 2]
+    held = pool.allocate(2)
+    pool.cache(held, NAMES[:2])
+    pool.free(held)
+    assert sorted(pool.allocate(np.uint32(4))) == [0, 1, 2, 3]

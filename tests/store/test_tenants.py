@@ -47,6 +47,8 @@ def test_tenants_are_numbered_named_once_and_bounded() -> None:
     both = Tenants(["a", "b"])
     assert [both.number(name) for name in ("", "a", "b", "c")] == [0, 1, 2, 0]
     both.require("b")
+    with pytest.raises(UsageError, match="tenant: pass a tenant's name, not a list"):
+        both.require(["a"])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the tenants are a, b"):
         both.require("c")
     with pytest.raises(UsageError, match="twice"):
