@@ -15,7 +15,16 @@ from kvwire.integrations.vllm.proxy.ahead import (
     make_ahead,
     shared_prompt,
 )
-from tests.support.engines.proxies import Engines, app, call, post, turns_until
+from tests.support.engines.proxies import (
+    Engines,
+    Said,
+    app,
+    call,
+    fine,
+    post,
+    says,
+    turns_until,
+)
 
 SYSTEM = "You are a helpful agent with many tools. " * 40
 
@@ -113,6 +122,23 @@ async def test_another_engine_is_asked_for_one_token_of_the_prefix() -> None:
     assert host != asked(engines)[-2][0]
     assert (copied["prompt"], copied["max_tokens"]) == (SYSTEM, 1)
     assert "stream" not in copied
+
+
+async def test_only_full_blocks_are_copied_and_one_token_computed() -> None:
+    async def says_its_size(body: dict[str, Any]) -> Said:
+        line = b'vllm:cache_config_info{block_size="4"} 1.0\n'
+        return await (fine if body else says(line, headers={}))(body)
+
+    engines = Engines(d1=says_its_size, d2=says_its_size)
+    proxy = app(engines, prefill=(), copy_ahead=HotPrefixes())
+    prompts = [[7] * 9, [7] * 12, [7] * 3, [[7] * 12]]
+    for number, prompt in enumerate(prompts):
+        body = {"model": "m", "prompt": prompt}
+        said = await call(proxy, "POST", "/copy-ahead", json=body)
+        assert said.json() == {"begun": True}
+        await turns_until(lambda: len(asked(engines)) == number + 1)  # noqa: B023
+    copied = [body["prompt"] for _, body in asked(engines)]
+    assert copied == [[7] * 9, [7] * 9, [7], [[7] * 12]]
 
 
 async def test_it_gets_the_kv_of_a_prefill_engine_if_there_is_one() -> None:

@@ -82,9 +82,8 @@ def test_a_prompt_moves_from_the_store_to_an_engine(
             engine(model, tmp_path, f"engine-{core}", core, {}, alone=store)
             for core in (0, 1)
         ]
-        size = ("--store-block-tokens", str(BLOCK_TOKENS))
         decode = before(engines, ["decode"] * 2)
-        proxy = front(tmp_path, *decode, "--store", server.http, *size)
+        proxy = front(tmp_path, *decode, "--store", server.http)
         first, second = engines
         with running(*engines, proxy):
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -20,7 +19,7 @@ import httpx
 import pytest
 
 from kvwire.integrations.vllm.proxy.command import main
-from tests.support.engines.serving import Front, front
+from tests.support.engines.serving import Front, Started, front
 from tests.support.runs import python, ran
 from tests.support.waiting import PATIENCE_S
 
@@ -131,7 +130,7 @@ class Stopping:
     engine: SlowEngine
     url: str
     proxy: Front
-    process: subprocess.Popen[bytes]
+    process: Started
     clients: Clients
 
 

@@ -416,6 +416,9 @@ def test_what_metrics_show() -> None:
         external=99,
     )
     assert read_metrics("") == EngineReading(results={MOVED: 0})
+    for text, size in (("128", 128), ("None", 0)):
+        cache = f'vllm:cache_config_info{{block_size="{text}",engine="0"}} 1.0\n'
+        assert read_metrics(f"{OF_VLLM}{cache}").block_tokens == size
 
 
 def test_an_engine_that_starts_anew_counts_from_zero() -> None:

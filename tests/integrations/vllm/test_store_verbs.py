@@ -25,12 +25,16 @@ from tests.support.engines.proxies import (
     D1,
     D2,
     Engines,
+    Handler,
+    Said,
     answer,
     app,
     call,
     fails,
+    fine,
     fleet_in_turns,
     post,
+    says,
     turns_until,
     when,
 )
@@ -165,6 +169,35 @@ async def test_a_locate_shows_engines_that_report_their_blocks(
     assert told["held"]["memory:1MiB"] == [True] * 4
 
 
+def blocks_of(size: int) -> Handler:
+    """An engine that reports the size of its blocks."""
+    line = f'vllm:cache_config_info{{engine="0",block_size="{size}"}} 1.0\n'
+
+    async def handler(body: dict[str, Any]) -> Said:
+        return await (fine if body else says(line.encode(), headers={}))(body)
+
+    return handler
+
+
+async def test_an_engine_reports_the_size_of_its_blocks(site: Site) -> None:
+    url = site.http.url.removesuffix("/metrics")
+    site.proxy = app(site.network, store=StoreBehind(url))
+    status, told = await site.order("locate", prompt=TOKENS)
+    assert (status, "--store-block-tokens" in told["error"]["message"]) == (503, True)
+    site.network.handlers |= {"d1": blocks_of(4), "d2": blocks_of(4)}
+    status, told = await site.order("locate", prompt=TOKENS)
+    assert (status, told["prefix"]) == (200, 4)
+    # By another size all blocks would have other names, and seem to be missing.
+    site.proxy = app(site.network, store=StoreBehind(url, 16))
+    status, told = await site.order("pin", prompt=TOKENS, ttl_s=60)
+    assert status == 409
+    why = told["error"]["message"]
+    assert "--store-block-tokens 16, and an engine's blocks have 4 tokens" in why
+    hashes = [one.hex() for one in HASHES]
+    status, told = await site.order("pin", hashes=hashes, ttl_s=60)
+    assert (status, told["counts"]) == (200, {"done": 4})
+
+
 async def test_without_a_store_there_are_no_verbs() -> None:
     said = await call(app(Engines()), "POST", "/kv/pin", json={"prompt": TOKENS})
     assert said.status_code == 404
@@ -173,7 +206,8 @@ async def test_without_a_store_there_are_no_verbs() -> None:
 async def test_a_move_to_an_engine_lets_it_load_what_the_store_has(site: Site) -> None:
     status, told = await site.order("move", prompt=[*TOKENS, 1], to=D1.url, model="m")
     assert (status, told["blocks"]) == (200, ["done"] * 4)
-    asked = ("d1", {"prompt": TOKENS, "max_tokens": 1, "model": "m"})
+    # Of its blocks it computes none, since there is one more token.
+    asked = ("d1", {"prompt": [*TOKENS, 1], "max_tokens": 1, "model": "m"})
     assert site.network.asked[-1] == asked
     # The tenant's key is for the store.
     assert "authorization" not in site.network.headers["d1"]
@@ -185,12 +219,16 @@ async def test_a_move_to_an_engine_lets_it_load_what_the_store_has(site: Site) -
     why = {at[0]: reason for reason, at in told["reasons"].items()}
     assert why[2] == "it is not in the store"
     assert "one before it is not in the store" in why[3]
-    assert site.network.asked[-1] == ("d2", {"prompt": TOKENS[:8], "max_tokens": 1})
+    assert site.network.asked[-1] == ("d2", {"prompt": TOKENS[:9], "max_tokens": 1})
+    status, told = await site.order("move", prompt=TOKENS[:8], to=D2.url)
+    assert (status, told["blocks"]) == (200, ["done", "done"])
+    ((_, last),) = site.network.asked[-1:]
+    assert (last["prompt"][:8], len(last["prompt"])) == (TOKENS[:8], 9)
     # Without any the engine would compute them, which is no move.
     await site.store.delete(HASHES[:1], CACHE, tenant="x")
     status, told = await site.order("move", prompt=TOKENS, to=D1.url)
     assert (status, told["prefix"]) == (200, 0)
-    assert len([body for _, body in site.network.asked if body]) == 2
+    assert len([body for _, body in site.network.asked if body]) == 3
 
 
 async def test_a_move_to_an_engine_that_cannot_is_refused_or_deferred(

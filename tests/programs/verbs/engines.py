@@ -325,8 +325,7 @@ async def play(folder: Path, acts: int, seed: int, seconds: float) -> Counter[st
         for one in engines:
             log_hints(one, folder)
         behind = ("--store", http.url.removesuffix("/metrics"))
-        size = ("--store-block-tokens", str(BLOCK_TOKENS))
-        proxy = front(folder, *before(engines, ["decode"] * 2), *behind, *size)
+        proxy = front(folder, *before(engines, ["decode"] * 2), *behind)
         started = running(*engines, proxy)
         # They connect to the server, which is in this process.
         await asyncio.to_thread(started.__enter__)

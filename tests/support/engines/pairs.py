@@ -15,6 +15,7 @@ from kvwire.security.keys import read_key_file
 from tests.support.engines.serving import (
     Engine,
     Process,
+    Starter,
     engine,
     prompt,
     tokens_of,
@@ -79,9 +80,12 @@ class Pair:
 
 
 @contextmanager
-def running(*engines: Process) -> Iterator[None]:
+def running(*engines: Process, starter: Starter | None = None) -> Iterator[None]:
+    """Processes that serve; those of vLLM may be started in another way."""
     try:
         for one in engines:
+            if starter is not None and isinstance(one, Engine):
+                one.starter = starter
             one.start()
         for one in engines:
             one.wait()

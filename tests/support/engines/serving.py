@@ -12,10 +12,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import pytest
@@ -32,6 +32,19 @@ STARTS_WITHIN_S = 300.0
 ANSWERS_WITHIN_S = 120.0
 
 
+class Started(Protocol):
+    """What a test does with a process; `subprocess.Popen` has all of it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+
 @dataclass
 class Process:
     """A server as a process group of its own."""
@@ -40,9 +53,14 @@ class Process:
     log: Path  # where its output goes
     url: str  # where it serves
     environment: dict[str, str] = field(default_factory=dict)  # beside our own
-    running: subprocess.Popen[bytes] | None = None
+    running: Started | None = None
+    # Starts it in another way than as a command.
+    starter: Starter | None = None
 
     def start(self) -> None:
+        if self.starter is not None:
+            self.running = self.starter(self)
+            return
         with self.log.open("ab") as log:
             self.running = subprocess.Popen(
                 self.command,
@@ -61,7 +79,7 @@ class Process:
             try:
                 httpx.get(f"{self.url}/health", timeout=5).raise_for_status()
             except httpx.HTTPError:
-                threading.Event().wait(0.5)
+                threading.Event().wait(0.2)
             else:
                 return
         raise TimeoutError(f"not up:\n{self.tail()}")
@@ -79,6 +97,9 @@ class Process:
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
+
+
+Starter = Callable[[Process], Started]
 
 
 @dataclass

@@ -169,7 +169,7 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
     registry.register(ProxyCollector(state))
     ending = ending or Ending()
     verbs = StoreVerbs(store, client, fleet) if store is not None else None
-    ahead = CopyAhead(copy_ahead, dispatcher, fleet) if copy_ahead else None
+    ahead = CopyAhead(copy_ahead, dispatcher, fleet, client) if copy_ahead else None
     front = _Front(
         dispatcher,
         state,

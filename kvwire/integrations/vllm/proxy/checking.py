@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 from kvwire.aio import end_task, start_task
@@ -56,6 +57,17 @@ async def read_engine(client: EngineClient, engine: VllmEngine) -> EngineReading
         return read_metrics(text.decode(errors="replace"))
     except ValueError as exc:
         raise EngineFailed(engine, f"its /metrics cannot be read: {exc}") from None
+
+
+async def read_block_tokens(client: EngineClient, engine: VllmEngine) -> int:
+    """Return how many tokens a block of an engine's cache has; 0 if it does not say.
+
+    Cancel safety: safe, the request is cancelled.
+    """
+    if not engine.block_tokens:
+        with suppress(EngineFailed):
+            engine.block_tokens = (await read_engine(client, engine)).block_tokens
+    return engine.block_tokens
 
 
 class SharingCheck:

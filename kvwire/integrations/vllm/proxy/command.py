@@ -183,8 +183,9 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "--store-block-tokens": {
         "type": int,
-        "default": 16,
-        "help": "the engines' --block-size, for verbs that name a prompt",
+        "default": 0,
+        "help": "the engines' --block-size, for verbs that name a prompt; by default "
+        "an engine's /metrics has it",
     },
     "--first-token": {
         "choices": (PREFILL, DECODE),

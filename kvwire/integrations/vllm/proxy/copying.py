@@ -11,7 +11,8 @@ from typing import Any
 from kvwire.aio import end_task, start_task
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.ahead import AheadPolicy
-from kvwire.integrations.vllm.proxy.client import EngineFailed
+from kvwire.integrations.vllm.proxy.checking import read_block_tokens
+from kvwire.integrations.vllm.proxy.client import EngineClient, EngineFailed
 from kvwire.integrations.vllm.proxy.dispatch import (
     ClientRequest,
     Dispatcher,
@@ -32,9 +33,14 @@ class CopyAhead:
     """Copies the prefixes that a policy chooses, a few at a time."""
 
     def __init__(
-        self, policy: AheadPolicy, dispatcher: Dispatcher, fleet: EngineFleet
+        self,
+        policy: AheadPolicy,
+        dispatcher: Dispatcher,
+        fleet: EngineFleet,
+        client: EngineClient,
     ) -> None:
         self._policy = policy
+        self._client = client
         self._dispatcher = dispatcher
         self._fleet = fleet
         self._running: set[asyncio.Task[None]] = set()
@@ -83,6 +89,10 @@ class CopyAhead:
         source = self._fleet.pick(PREFILL, asked.body, {to}, to.model)
         try:
             async with asyncio.timeout(PROXY_COPY_S), AsyncExitStack() as attempt:
+                prompt = asked.body.get("prompt")
+                if isinstance(prompt, list):
+                    size = await read_block_tokens(self._client, to)
+                    asked.body["prompt"] = full_blocks(prompt, size)
                 said = await self._dispatcher.ask_once(source, to, asked, attempt)
                 await said.body(PROXY_EVENT_BYTES_MAX)
         except (EngineFailed, TimeoutError) as exc:
@@ -90,3 +100,19 @@ class CopyAhead:
             return
         status = "refused" if said.is_error else "done"
         logger.info("copy ahead to %s: %s", to.url, status)
+
+
+def full_blocks(prompt: list[Any], size: int) -> list[Any]:
+    """Return the part of a prompt's tokens that is worth a copy.
+
+    An engine's cache contains full blocks, and it computes a prompt's last token in any
+    case. So one token after the full blocks is enough; more would be computed for
+    nothing.
+
+    Args:
+        prompt: Tokens; anything else is returned unchanged.
+        size: The number of tokens in a block; 0 if it is unknown.
+    """
+    if not size or not all(type(one) is int for one in prompt):
+        return prompt
+    return prompt[: (len(prompt) - 1) // size * size + 1]

@@ -101,6 +101,7 @@ class VllmEngine:
     # Whether its answers state that any request may have a seed.
     seeds: bool = False
     context: int = 0  # the most tokens of a prompt and its answer; 0 if unknown
+    block_tokens: int = 0  # tokens in a block of its cache; 0 if unknown
     # How its streams begin, by path, and by whether each event counts tokens.
     beginnings: dict[tuple[str, bool], Beginning] = field(default_factory=dict)
     seed: int = field(init=False)  # a hash of its URL, for rendezvous hashing

@@ -36,11 +36,12 @@ _WINDOW: Final = 20
 _BAD_MIN: Final = 3
 
 # The lines of /metrics that are read: no creation times, and of all buckets only the
-# one for prompts without missing blocks.
+# one for prompts without missing blocks. The cache's line has the size of its blocks.
 _WHOLE: Final = "vllm:kvwire_missing_blocks_bucket"
+_CACHE: Final = "vllm:cache_config_info"
 _LINES: Final = re.compile(
     rf'^(?:{_WHOLE}{{[^\n]*le="0.0"|vllm:kvwire_(?!\w+_(?:bucket|created))|'
-    r"vllm:prompt_tokens_by_source_total)[^\n]*$",
+    rf"vllm:prompt_tokens_by_source_total|{_CACHE})[^\n]*$",
     re.MULTILINE,
 )
 # Other connectors, by the prefix of their metrics' names.
@@ -91,17 +92,21 @@ class EngineReading:
     # The prompts that it wanted since its start, by result.
     results: Mapping[str, int] = field(default_factory=dict)
     external: int = 0  # tokens that it got from another engine or a store
+    block_tokens: int = 0  # tokens in a block of its cache; 0 if it does not say
 
 
 def read_metrics(text: str) -> EngineReading:
     """Read the text of an engine's ``/metrics``."""
     sums: Counter[str] = Counter()
     labels: dict[str, str] = {}
+    block_size = ""
     chosen = "\n".join(_LINES.findall(text))
     for family in text_string_to_metric_families(f"{chosen}\n"):
         for name, found, value, *_ in family.samples:
             if name == "vllm:kvwire_info":
                 labels = found
+            if name == _CACHE:
+                block_size = found.get("block_size", "")
             sums[found.get("reason") or found.get("source") or name] += int(value)
     unmoved = {name: sums[name] for name in REASONS if sums[name]}
     return EngineReading(
@@ -113,6 +118,7 @@ def read_metrics(text: str) -> EngineReading:
         sent=sums["vllm:kvwire_sent_bytes_count"],
         results=unmoved | {MOVED: sums[_WHOLE]},
         external=sums["external_kv_transfer"],
+        block_tokens=int(block_size) if block_size.isdecimal() else 0,
     )
 
 

@@ -7,7 +7,7 @@ request, or by a prompt, which an engine tokenizes.
 The proxy itself executes a move whose ``to`` is an engine's URL. No engine accepts
 blocks from outside into its cache: it loads a prompt's blocks when it gets a request.
 So the proxy finds out which leading blocks the store has, and requests one token after
-exactly these from the engine.
+exactly these and one more token from the engine. That token is all that it computes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from kvwire.errors import UsageError, shown
+from kvwire.integrations.vllm.proxy.checking import read_block_tokens
 from kvwire.integrations.vllm.proxy.client import (
     EngineClient,
     EngineFailed,
@@ -55,11 +56,12 @@ class StoreBehind:
 
     Attributes:
         url: The URL of its server's HTTP interface.
-        block_tokens: The number of tokens in an engine's block.
+        block_tokens: The number of tokens in an engine's block; 0 if the engines are
+            asked for it. If an engine reports another number, prompts are refused.
     """
 
     url: str
-    block_tokens: int = 16
+    block_tokens: int = 0
 
 
 class StoreVerbs:
@@ -100,12 +102,14 @@ class StoreVerbs:
             path = f"{path.removesuffix('move')}locate"
             order = {k: v for k, v in order.items() if k not in ("to", "keep")}
         tokens: list[int] | None = None
+        size = 0
         if any(order.get(name) for name in _PROMPT):
             tokens = await self._tokens(order)
+            size = await self._block_tokens(engine, order)
             kept = {k: v for k, v in order.items() if k not in TOKENIZED}
             order = kept | {
                 "tokens": tokens,
-                "block_tokens": self._store.block_tokens,
+                "block_tokens": size,
                 "scheme": "kvwire",
             }
         passed = {name: headers[name] for name in ("authorization",) if name in headers}
@@ -115,9 +119,9 @@ class StoreVerbs:
             told = msgspec.json.decode(said)
             if engine is not None:
                 more = {k: asked[k] for k in ("model", SALT_FIELD) if asked.get(k)}
-                moved = await self._load(engine, tokens, told, more)
+                moved = await self._load(engine, tokens, size, told, more)
                 return as_json(described(moved))
-            return as_json(self._with_engines(told, tokens))
+            return as_json(self._with_engines(told, tokens, size))
         return HttpAnswer(answer.status, {"content-type": "application/json"}, said)
 
     def _engine(self, to: str, order: Mapping[str, Any]) -> VllmEngine:
@@ -137,6 +141,7 @@ class StoreVerbs:
         self,
         engine: VllmEngine,
         tokens: Sequence[int],
+        size: int,
         located: Mapping[str, Any],
         more: Mapping[str, Any],
     ) -> Placement:
@@ -152,9 +157,12 @@ class StoreVerbs:
         behind = behind[placing.states[behind] == BlockState.DONE]
         placing.rule(behind, BlockState.DEFERRED, _BEHIND)
         if there:
-            why = await self._asked_for(
-                engine, tokens[: there * self._store.block_tokens], more
-            )
+            # An engine always computes a prompt's last token, and if that is a block's
+            # last one, it computes the block. So it gets the next token, or any.
+            prompt = [*tokens[: there * size + 1]]
+            if len(prompt) == there * size:
+                prompt.append(prompt[-1])
+            why = await self._asked_for(engine, prompt, more)
             if why:
                 placing.rule(slice(there), BlockState.DEFERRED, f"{engine.url}: {why}")
         return placing.end()
@@ -177,6 +185,29 @@ class StoreVerbs:
             return str(exc)
         return f"it has answered with {answer.status}" if answer.is_error else ""
 
+    async def _block_tokens(
+        self, engine: VllmEngine | None, order: Mapping[str, Any]
+    ) -> int:
+        """Return the size of the engines' blocks, by which the store names them."""
+        option = self._store.block_tokens
+        engine = engine or self._fleet.pick_to_answer(order, ())
+        found = 0
+        if engine is not None:
+            found = await read_block_tokens(self._client, engine)
+        if not (found or option):
+            why = (
+                "no engine reports the size of its blocks: start the proxy with "
+                "--store-block-tokens"
+            )
+            raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, why)
+        if found and option not in (0, found):
+            why = (
+                f"the proxy was started with --store-block-tokens {option}, and an "
+                f"engine's blocks have {found} tokens: start it without the option"
+            )
+            raise Refused(HTTPStatus.CONFLICT, why)
+        return found or option
+
     async def _tokens(self, order: Mapping[str, Any]) -> list[int]:
         """Return a prompt's tokens; an engine tokenizes text."""
         prompt = order.get("prompt")
@@ -190,11 +221,13 @@ class StoreVerbs:
         async with self._client.ask(engine, "/tokenize", {}, asked) as answer:
             return await _tokenized(answer)
 
-    def _with_engines(self, told: dict[str, Any], tokens: list[int]) -> dict[str, Any]:
+    def _with_engines(
+        self, told: dict[str, Any], tokens: list[int], size: int
+    ) -> dict[str, Any]:
         """Add to a locate's answer the engines that cache the blocks themselves."""
         blocks = len(told["blocks"])
         for url, count in self._fleet.holders(tokens).items():
-            here = count // self._store.block_tokens
+            here = count // size
             told["held"][url] = [at < here for at in range(blocks)]
         return told
 
