@@ -2,9 +2,11 @@
 
 ``python -m tests.programs.bench.vllm_handover`` starts a prefill and a decode server of
 vLLM for each connector and a server without any, and asks them in turns, so that a busy
-moment of the machine hits both. ``--wire 1gbit`` has the pair on two hosts, which are
-network namespaces (root only). Needs vLLM, which `make test-vllm` installs, and nixl
-for NixlConnector. Both shapes take an hour on two cores that do nothing else.
+moment of the machine hits both. With ``--interleaved`` the servers of all connectors
+run together, and those whose threads wait actively are stopped while others are asked.
+``--wire 1gbit`` has the pair on two hosts, which are network namespaces (root only).
+Needs vLLM, which `make test-vllm` installs, and nixl for NixlConnector. Both shapes
+take an hour on two cores that do nothing else.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +35,7 @@ from tests.support.engines.serving import prompt
 # the one that is asked next.
 SETTLES_WITHIN_S: Final = 1.1
 # The column of the first request after a start, which connects the two engines.
-FIRST_REQUEST: Final = f"first, {vllm_servers.FIRST[0]} tokens"
+FIRST_REQUEST: Final = f"first, {vllm_servers.FIRST_TOKENS} tokens"
 FETCHED: Final = "vllm:external_prefix_cache_hits_total"
 
 
@@ -60,7 +63,10 @@ def main() -> int:
     for shape in options.shapes.split(","):
         found = Found(shape)
         every.append(found)
-        for group in vllm_servers.chosen(options.only):
+        groups = vllm_servers.chosen(options.only)
+        if options.interleaved:
+            groups = [[*itertools.chain.from_iterable(groups)]]
+        for group in groups:
             _run(group, found, options, lambda: _save(options.json, about, every))
         about["load after"] = os.getloadavg()
         _print(found, options)
@@ -76,6 +82,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--concurrent", default="300x8,1500x8,4000x8", help="together")
     parser.add_argument("--rounds", type=int, default=3, help="of those together")
     parser.add_argument("--only", action="append", help="contenders, by parts of names")
+    parser.add_argument(
+        "--interleaved",
+        action="store_true",
+        help="all contenders in turns, not each pair",
+    )
     parser.add_argument("--wire", default="", help="a rate between two hosts: 1gbit")
     parser.add_argument("--json", type=Path, help="where every sample goes")
     return parser.parse_args()
@@ -88,8 +99,11 @@ def _run(
     save: Callable[[], None],
 ) -> None:
     """Start the servers of a group, measure, and end them."""
-    with vllm_servers.running(group, found.shape, options.wire) as turns:
-        asked = _measure(turns, found, options, save)
+    lengths = [length for length, _ in counts(options.lengths)]
+    together = max([*lengths, *(a * b for a, b in counts(options.concurrent))])
+    tokens = vllm_servers.cache_tokens(found.shape, together)
+    with vllm_servers.running(group, found.shape, options.wire, tokens) as turns:
+        asked = _measure(turns, tokens, found, options, save)
         for one, turn in zip(group, turns, strict=False):
             # Of all contenders that share the server.
             fetched = turn.engines[-1].metric(FETCHED)
@@ -99,40 +113,52 @@ def _run(
 
 def _measure(
     turns: Sequence[vllm_servers.Turn],
+    tokens: int,
     found: Found,
     options: argparse.Namespace,
     save: Callable[[], None],
 ) -> dict[str, int]:
-    """Fill in the samples; how many tokens of prompts each contender was given."""
+    """Fill in the samples; how many tokens of prompts each contender was given.
+
+    The engines' caches have ``tokens``.
+    """
     seeds = itertools.count(1)
     asked = {turn.name: 0 for turn in turns}
 
-    def ids(turn: vllm_servers.Turn, length: int) -> list[int]:
-        asked[turn.name] += length
-        return prompt(length, next(seeds))
-
-    for turn in turns:
-        first, *more = vllm_servers.FIRST
-        found.add(turn.name, FIRST_REQUEST, turn.ask(ids(turn, first)))
-        for length in more:
-            turn.ask(ids(turn, length))
-    for length, repeats in counts(options.lengths):
-        for _ in range(repeats):
-            for turn in turns:
-                time.sleep(SETTLES_WITHIN_S)
-                found.add(turn.name, f"{length}x1", turn.ask(ids(turn, length)))
-            save()
-    for length, together in counts(options.concurrent):
-        for turn in itertools.chain.from_iterable([turns] * options.rounds):
-            if turn.name.startswith(vllm_servers.OFF):
-                continue
+    def ask(turn: vllm_servers.Turn, length: int, together: int = 1) -> list[Sample]:
+        asked[turn.name] += together * length
+        prompts = [prompt(length, next(seeds)) for _ in range(together)]
+        with _alone(turn, turns), ThreadPoolExecutor(together) as pool:
             time.sleep(SETTLES_WITHIN_S)
-            prompts = [ids(turn, length) for _ in range(together)]
-            with ThreadPoolExecutor(together) as pool:
-                samples = pool.map(turn.ask, prompts)
+            return list(pool.map(turn.ask, prompts))
+
+    longest = max(length for length, _ in counts(options.lengths))
+    for turn in turns:
+        found.add(turn.name, FIRST_REQUEST, *ask(turn, vllm_servers.FIRST_TOKENS))
+        # Until every page of the caches has been written to once.
+        for _ in range(0, tokens, longest):
+            ask(turn, longest)
+    columns = [(length, 1, repeats) for length, repeats in counts(options.lengths)]
+    columns += [(*both, options.rounds) for both in counts(options.concurrent)]
+    for length, together, repeats in columns:
+        for turn in itertools.chain.from_iterable([turns] * repeats):
+            if together == 1 or not turn.name.startswith(vllm_servers.OFF):
+                samples = ask(turn, length, together)
                 found.add(turn.name, f"{length}x{together}", *samples)
             save()
     return asked
+
+
+@contextmanager
+def _alone(
+    turn: vllm_servers.Turn, turns: Sequence[vllm_servers.Turn]
+) -> Iterator[None]:
+    """Stop the engines of others that wait actively, until the end of the block."""
+    spinning = [other for other in turns if other.spins and other is not turn]
+    with ExitStack() as stack:
+        for engine in itertools.chain.from_iterable(one.engines for one in spinning):
+            stack.enter_context(engine.stopped())
+        yield
 
 
 # --- what is said ---------------------------------------------------------------------

@@ -49,6 +49,11 @@ SHAPES: Final[dict[str, dict[str, int]]] = {
 }
 # Tokens of one forward pass: 4,000 are computed in two.
 CHUNK_TOKENS: Final = 2048
+# Of one request.
+MOST_TOKENS: Final = 4352
+# vLLM's own on CPUs, and the memory that `serving.server` gives a cache.
+_BLOCK_TOKENS: Final = 128
+_CACHE_BYTES: Final = 2**30
 _BYTES_A_NUMBER: Final = 2
 Connector = Callable[[str, str], dict[str, Any]]
 
@@ -81,6 +86,8 @@ class Contender:
     at_once: bool = False
     # For vLLM.
     arguments: tuple[str, ...] = ()
+    # Its threads wait actively, and take their turn on the cores of other engines.
+    spins: bool = False
 
 
 def layer_bytes(shape: str, tokens: int) -> int:
@@ -91,6 +98,17 @@ def layer_bytes(shape: str, tokens: int) -> int:
     return 2 * heads * head_dim * tokens * _BYTES_A_NUMBER
 
 
+def cache_tokens(shape: str, together: int) -> int:
+    """Tokens of an engine's cache, if requests have so many together.
+
+    No more than that, so that few warm-ups write to all of it.
+    """
+    largest = _CACHE_BYTES // (
+        SHAPES[shape]["num_hidden_layers"] * layer_bytes(shape, 1)
+    )
+    return min(largest, max(MOST_TOKENS + _BLOCK_TOKENS, 2 * together))
+
+
 def server(
     contender: Contender | None,
     role: str,
@@ -98,7 +116,9 @@ def server(
     model: Path,
     folder: Path,
     host: Host = HERE,
+    tokens: int | None = None,
 ) -> Engine:
+    """An engine, not started; with a cache of so many tokens, or as many as fit."""
     port, kv = free_port(), free_port()
     bound = ("taskset", "-c", str(core % (os.cpu_count() or 1)))
     environment = _ONE_PROCESS | host.engine_environment(kv)
@@ -115,12 +135,15 @@ def server(
         # What fails is an error, as vLLM has it by default.
         transfer = {**connector, "kv_role": role, "kv_load_failure_policy": "fail"}
         environment |= contender.environment
+    if tokens is not None:
+        more += ("--num-gpu-blocks-override", str(tokens // _BLOCK_TOKENS))
     made = serving.server(
         model,
         folder / f"{model.name}-{name}.log",
         f"http://{host.http}:{port}",
         transfer,
-        *("--max-model-len", "4352", "--max-num-batched-tokens", str(CHUNK_TOKENS)),
+        *("--max-model-len", str(MOST_TOKENS)),
+        *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
         *("--dtype", "bfloat16", "--load-format", "dummy"),
         *("--no-enable-prefix-caching", *_ONE_RANK, *more),
         prefix=(*bound, *host.prefix),
@@ -148,19 +171,18 @@ _UCX_TCP: Final = {"UCX_TLS": "tcp,self"}
 _UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp"}
 # It keeps the last chunk of a prompt only, and breaks when it reads it.
 _UNCHUNKED: Final = ("--max-num-batched-tokens", "4352")
-# One pair of servers at a time: NixlConnector's threads wait actively, and would take
-# their turn on the cores of the others.
+# One pair of servers at a time, unless those that spin are stopped meanwhile.
 GROUPS: Final = (
     (
         Contender("kvwire tcp, at once", "tcp", _TCP, at_once=True),
         Contender("kvwire tcp, in sequence", "tcp", _TCP),
     ),
-    (Contender("NixlConnector tcp", "nixl-tcp", _nixl, _UCX_TCP),),
+    (Contender("NixlConnector tcp", "nixl-tcp", _nixl, _UCX_TCP, spins=True),),
     (
         Contender("kvwire local, at once", "local", _LOCAL, at_once=True),
         Contender("kvwire local, in sequence", "local", _LOCAL),
     ),
-    (Contender("NixlConnector shm", "nixl-shm", _nixl, _UCX_SHM),),
+    (Contender("NixlConnector shm", "nixl-shm", _nixl, _UCX_SHM, spins=True),),
     (Contender("files (ExampleConnector)", "files", _files, arguments=_UNCHUNKED),),
 )
 
@@ -169,9 +191,8 @@ GROUPS: Final = (
 
 # And beside which servers, whose threads take their share of the cores.
 OFF: Final = "no connector, beside "
-# Before anything is measured: the first request of a pair connects it, and the others
-# write to every page of the caches for the first time.
-FIRST: Final = (50, *[4000] * 5)
+# The first request of a pair connects it.
+FIRST_TOKENS: Final = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +205,8 @@ class Turn:
     ask: Callable[[list[int]], Sample]
     # Those that take part: prefill and decode, or one alone.
     engines: tuple[Engine, ...]
+    # They wait actively when nobody asks them.
+    spins: bool = False
 
 
 def chosen(only: Sequence[str] | None) -> list[list[Contender]]:
@@ -196,7 +219,9 @@ def chosen(only: Sequence[str] | None) -> list[list[Contender]]:
 
 
 @contextmanager
-def running(group: Sequence[Contender], shape: str, wire: str) -> Iterator[list[Turn]]:
+def running(
+    group: Sequence[Contender], shape: str, wire: str, tokens: int
+) -> Iterator[list[Turn]]:
     """Run a group's servers, and one without a connector, until the block ends."""
     # Servers are process groups of their own: they would outlive a bench that is ended.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -206,7 +231,7 @@ def running(group: Sequence[Contender], shape: str, wire: str) -> Iterator[list[
         hosts: tuple[Host, Host] = (HERE, HERE)
         if wire:
             hosts = stack.enter_context(two_hosts(wire, folder))
-        make = partial(server, model=model, folder=folder)
+        make = partial(server, model=model, folder=folder, tokens=tokens)
         alone = make(None, "", 0)
         pairs = {
             one.servers: (
@@ -218,7 +243,9 @@ def running(group: Sequence[Contender], shape: str, wire: str) -> Iterator[list[
         engines = [alone, *itertools.chain.from_iterable(pairs.values())]
         stack.enter_context(serving_all(*engines))
         turns = [
-            Turn(one.name, _ask(one, *pairs[one.servers]), pairs[one.servers])
+            Turn(
+                one.name, _ask(one, *pairs[one.servers]), pairs[one.servers], one.spins
+            )
             for one in group
         ]
         off = OFF + group[0].servers

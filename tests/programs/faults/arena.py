@@ -5,8 +5,6 @@ The hosts are network namespaces, so that a cut hits whatever a connector opens.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import threading
 import time
@@ -302,16 +300,6 @@ class Arena:
         engine.wait()
         self.killing = False
         self._decode_is_up.set()
-
-    @contextmanager
-    def stopped(self, engine: Engine) -> Iterator[None]:
-        """Stop an engine's processes; they go on at the end of the block."""
-        assert engine.running is not None
-        os.killpg(engine.running.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.killpg(engine.running.pid, signal.SIGCONT)
 
     @contextmanager
     def cut(self, *ways: int) -> Iterator[None]:

@@ -143,7 +143,7 @@ def during(fault: Callable[[Arena], AbstractContextManager[None]], s: float) -> 
 
 def stopped(arena: Arena) -> None:
     """Stop prefill for longer than a lease."""
-    with arena.stopped(arena.prefill):
+    with arena.prefill.stopped():
         _pause(LONG_S)
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,6 +91,16 @@ class Process:
                 os.killpg(self.running.pid, signal.SIGKILL)
             self.running.wait()
             self.running = None
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop its processes; they go on at the end of the block."""
+        assert self.running is not None
+        os.killpg(self.running.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self.running.pid, signal.SIGCONT)
 
     def post(self, path: str, **asked: Any) -> Any:
         return httpx.post(f"{self.url}{path}", json=asked, timeout=ANSWERS_WITHIN_S)
