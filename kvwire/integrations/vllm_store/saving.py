@@ -13,7 +13,7 @@
 So a slow store delays no step and no other request: a preempted request's blocks are
 free once they are copied, and an ended request's after `hold_s` at most.
 
-Everything here runs on the worker's thread; the futures come from the store's thread.
+All of it runs on the worker's thread, except for the futures' ends on the store's.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ class _Under:
     named: NamedBlocks
     filled: float  # when the step that filled them was over
     saving: Saving
+    ended: float = 0.0  # when the save was over; an idle engine looks much later
+
+    def end(self, _: Future[list[int]]) -> None:
+        """Record the end, on the store's thread."""
+        self.ended = time.monotonic()
 
 
 class SaveQueue:
@@ -226,7 +231,9 @@ class SaveQueue:
             room -= len(named.ids)
             saving = self._put(named)
             one.reading.append(saving.free)
-            self._under.append(_Under(one, named, filled, saving))
+            under = _Under(one, named, filled, saving)
+            saving.over.add_done_callback(under.end)
+            self._under.append(under)
 
     def _collect(self, now: float) -> None:
         """Collect the results of ended puts."""
@@ -240,7 +247,7 @@ class SaveQueue:
             lacking = one.saving.over.result()
             if not lacking:
                 self._pause_s = _PAUSE_S
-                observe(self._observed, "save_s", now - one.filled)
+                observe(self._observed, "save_s", (one.ended or now) - one.filled)
             elif self._requests.get(request.id) is request and not request.until:
                 named = one.named
                 if not self._failing:

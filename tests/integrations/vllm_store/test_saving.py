@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,23 @@ def test_no_more_is_under_way_than_the_store_has_room_for() -> None:
     assert store.stored == [1, 2, 3, 5, 4]
     assert queue.behind == 0
     assert len(queue.take_observed()["save_s"]) == 4
+
+
+def test_an_idle_engine_does_not_make_a_save_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No step looks at the save that ended, until the next request comes."""
+    clock = SimpleNamespace(monotonic=lambda: now_s)
+    monkeypatch.setattr("kvwire.integrations.vllm_store.saving.time", clock)
+    store = Store()
+    queue = SaveQueue(store.put, 8, 60.0)
+    now_s = 100.0
+    queue.add([blocks("a", 1)])
+    now_s = 100.5
+    store.take()
+    now_s = 108.0
+    queue.freed()
+    assert queue.take_observed()["save_s"] == [0.5]
 
 
 def test_an_ended_request_is_free_when_its_blocks_are_copied() -> None:
