@@ -33,6 +33,7 @@ from tests.programs.agents.trace import Played, Player, Session, draw
 from tests.programs.failover.arena import connector
 from tests.support.engines.hints import envelope
 from tests.support.engines.models import make_model
+from tests.support.engines.nursery import Nursery
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import Engine, before, engine, front, metric_of
 from tests.support.engines.store_server import StoreServer
@@ -99,7 +100,10 @@ def run(
         for url, one in used.items()
     }
     try:
-        with running(*used.values(), *proxies.values()):
+        with (
+            Nursery() as nursery,
+            running(*used.values(), *proxies.values(), starter=nursery.start),
+        ):
             for url in (*used, *(proxy.url for proxy in proxies.values())):
                 Player(url).play(draw(4, 0, 0.1, 10**6))  # warms it up
             for arm in arms:

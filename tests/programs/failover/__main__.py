@@ -1,36 +1,52 @@
 """Kill engines that stream answers, and see what it costs.
 
 ``make failover`` starts two engines of vLLM that decode over one store server, and the
-proxy before them. Round by round it reads some streams, kills the engine that has most
-of them, and compares every stream with one engine's uninterrupted answer. vLLM's own
-counters show how many tokens the other engine computed again. With ``--cost`` it
-measures how much decoding slows down because blocks are saved as they fill.
+proxy before them. Round by round it reads some streams, kills one of the engines, in
+turns, and compares every stream with one engine's uninterrupted answer. vLLM's own
+counters show how many tokens the other engine computed again. A round's streams begin
+somewhere in those answers, with what comes before as their prompts: so a stream of
+thousands of tokens takes seconds. Engines start as forks of a process that has imported
+vLLM; with ``--commands`` they start as users start them, which takes ten times as long.
+With ``--cost`` it measures how much decoding slows down because blocks are saved as
+they fill.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from tests.programs.failover.arena import Round, Workload, arena, pause_s
+from tests.programs.failover.arena import (
+    AFTER_TOKENS,
+    Round,
+    Workload,
+    arena,
+    pause_s,
+)
 from tests.programs.failover.cost import Cost, cost_of, cost_of_hooks
 from tests.support.engines.models import make_model
+
+# After so many tokens of its streams an engine is killed at the latest: enough to fill
+# two blocks.
+_AT_MOST: Final = 260
 
 
 def main() -> int:
     """Run it; the exit status is 1 if a round was bad."""
     options = _options()
     found: dict[str, Any] = {"load": os.getloadavg()}
-    rounds: list[Round] = []
+    rounds = _had(options.json)
     with tempfile.TemporaryDirectory(prefix="kvwire-failover-") as made:
         folder = Path(made)
         if options.hooks:
@@ -42,27 +58,17 @@ def main() -> int:
                 f"{hooks.blocks} blocks were filled",
                 flush=True,
             )
-        if options.cost or options.kills:
+        if options.cost or options.kills > len(rounds):
             model = make_model("gqa", folder)
         if options.cost:
-            sizes = {"streams": options.streams, "tokens": options.tokens}
-            cost = cost_of(model, folder, rounds=options.cost, **sizes)
+            cost = cost_of(model, folder, rounds=options.cost, streams=options.streams)
             found["cost"] = asdict(cost) | {"rate": cost.rate, "work": cost.work}
             found["cost"]["best"] = cost.best
             print(cost_line(cost), flush=True)
-        if options.kills:
-            with arena(model, folder) as place:
-                work = Workload.of(
-                    options.streams, options.tokens, options.seed, place.engines[0]
-                )
-                chance = random.Random(options.seed)
-                for number in range(options.kills):
-                    place.back()
-                    at = chance.randrange(1, options.tokens - options.tokens // 4)
-                    how = options.signals[number % len(options.signals)]
-                    one = place.round(work, at, signal.Signals[how])
-                    rounds.append(one)
-                    print(f"round {number}: {line(one)}", flush=True)
+        if options.kills > len(rounds):
+            for one in play(model, folder, options, len(rounds)):
+                rounds.append(one)
+                print(f"round {len(rounds)}: {line(one)}", flush=True)
     if rounds:
         print(table(rounds))
     found["rounds"] = [asdict(one) | {"bound": one.bound} for one in rounds]
@@ -73,6 +79,33 @@ def main() -> int:
     return int(any(one.bad for one in rounds))
 
 
+def _had(path: Path | None) -> list[Round]:
+    """Return the rounds of earlier runs."""
+    if path is None or not path.exists():
+        return []
+    had = json.loads(path.read_text())["rounds"]
+    return [Round(**{k: v for k, v in one.items() if k != "bound"}) for one in had]
+
+
+def play(
+    model: Path, folder: Path, options: argparse.Namespace, done: int
+) -> Iterator[Round]:
+    """Kill engines, until it is enough or too late."""
+    end = time.monotonic() + options.seconds
+    with arena(model, folder, forked=not options.commands) as place:
+        one = place.engines[0]
+        work = Workload.of(options.streams, options.tokens, options.seed, one)
+        for number in range(done, options.kills):
+            if time.monotonic() > end:
+                return
+            place.back()
+            chance = random.Random(1000 * options.seed + number)
+            at = chance.randrange(1, min(_AT_MOST, options.tokens - AFTER_TOKENS))
+            how = options.signals[number % len(options.signals)]
+            these = work.cut(chance, at + AFTER_TOKENS)
+            yield place.round(these, at, signal.Signals[how])
+
+
 def line(one: Round) -> str:
     """One round in a line."""
     pause_s = one.pauses_s[0] if one.pauses_s else 0.0
@@ -80,7 +113,8 @@ def line(one: Round) -> str:
         f"engine {one.engine} ended with {one.moved} streams; computed again "
         f"{one.computed} tokens of at most {one.bound}, wrong {one.wrong}, lost "
         f"{one.lost}; longest pause {pause_s * 1e3:.0f} ms, a step is "
-        f"{one.step_s * 1e3:.1f} ms; gone after {one.gone_s:.1f} s"
+        f"{one.step_s * 1e3:.1f} ms; noticed after {one.noticed_s * 1e3:.0f} ms, then "
+        f"{one.first_s * 1e3:.0f} ms to a first token; gone after {one.gone_s:.1f} s"
     )
 
 
@@ -99,9 +133,13 @@ def table(rounds: Sequence[Round]) -> str:
         "rounds above a block and a step for each stream": sum(
             one.computed > one.bound for one in rounds
         ),
+        "rounds with a pause above 10 steps and a second": sum(
+            one.late for one in rounds
+        ),
         "longest pause of a stream": f"{pauses[-1]:.2f} s" if pauses else "none",
         "median pause": f"{pauses[len(pauses) // 2]:.2f} s" if pauses else "none",
         "median step": f"{steps[len(steps) // 2] * 1e3:.0f} ms",
+        "a kill noticed after, at most": f"{max(o.noticed_s for o in rounds):.2f} s",
     }
     said = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"\n| | |\n| --- | --- |\n{said}"
@@ -153,8 +191,16 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--kills", type=int, default=10, help="rounds; 0 for none")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="no round begins after that"
+    )
     parser.add_argument("--streams", type=int, default=4, help="at once")
-    parser.add_argument("--tokens", type=int, default=600, help="of each stream")
+    parser.add_argument(
+        "--tokens", type=int, default=3600, help="of each uninterrupted answer"
+    )
+    parser.add_argument(
+        "--commands", action="store_true", help="start engines as users start them"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--signals",
@@ -169,7 +215,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--hooks", type=int, default=0, metavar="STEPS", help="likewise, without vLLM"
     )
-    parser.add_argument("--json", type=Path, help="where every figure goes")
+    parser.add_argument(
+        "--json", type=Path, help="where every figure goes; its kills count"
+    )
     parser.add_argument("--plot", type=Path, help="a picture of the pauses, as SVG")
     return parser.parse_args()
 

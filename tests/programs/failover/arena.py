@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import random
 import signal
+import socket
 import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import httpx
+from yarl import URL
 
 from tests.support.engines.fleets import Stream
+from tests.support.engines.nursery import Nursery
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import (
     Engine,
@@ -39,15 +44,38 @@ BLOCK_TOKENS: Final = 128
 STEP_TOKENS: Final = 2
 # An engine that was asked to stop is to be gone by then.
 GONE_WITHIN_S: Final = 60.0
+# Tokens that a stream has left at the kill, so that its pause has an end.
+AFTER_TOKENS: Final = 64
+# What a stream may pause, beside the time until the kill can be noticed.
+PAUSE_STEPS: Final = 10
+NOTICED_WITHIN_S: Final = 1.0
+# Of 128 tokens each: all streams of a round, and those of the round before.
+_CACHE_BLOCKS: Final = "288"
+_BEGINS_WITHIN_S: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The streams of a round, each of another prompt."""
+    """Streams, each of another prompt."""
 
     prompts: list[list[int]]
     tokens: int
     answers: list[list[int]]  # each prompt's, by one engine that is left alone
+
+    def cut(self, chance: random.Random, tokens: int) -> Workload:
+        """Streams of so many tokens that begin somewhere in these answers.
+
+        What comes before is in their prompts.
+        """
+        # Most are short, since a long prompt takes long to compute.
+        most = self.tokens - tokens
+        begins = [int(most * chance.random() ** 2) for _ in self.prompts]
+        these = zip(self.prompts, self.answers, begins, strict=True)
+        cut = [
+            ([*ids, *answer[:at]], answer[at : at + tokens])
+            for ids, answer, at in these
+        ]
+        return Workload([ids for ids, _ in cut], tokens, [said for _, said in cut])
 
     @classmethod
     def of(cls, streams: int, tokens: int, seed: int, by: Engine) -> Workload:
@@ -72,6 +100,10 @@ class Round:
     lost: int = 0  # streams without an end
     computed: int = 0  # prompt tokens that the other engine computed
     step_s: float = 0.0  # the usual time between two tokens
+    noticed_s: float = 0.0  # until the kernel had closed the engine's connections
+    # From then on until a request's first token, at the other engine, on average.
+    first_s: float = 0.0
+    load: float = 0.0  # of the machine, with all that runs there
     # The longest pause of each stream from that moment on, longest first.
     pauses_s: list[float] = field(default_factory=list)
     gone_s: float = 0.0  # until the engine's process was gone
@@ -83,10 +115,29 @@ class Round:
         return self.moved * (BLOCK_TOKENS + STEP_TOKENS)
 
     @property
+    def late(self) -> bool:
+        """Whether a stream paused for longer than it should."""
+        most_s = PAUSE_STEPS * self.step_s + NOTICED_WITHIN_S
+        return any(one > most_s for one in self.pauses_s)
+
+    @property
     def bad(self) -> bool:
         """Whether something happened that never may."""
         stayed = self.gone_s >= GONE_WITHIN_S
         return stayed or bool(self.wrong or self.lost or self.computed > self.bound)
+
+
+@dataclass(slots=True)
+class Watched(Stream):
+    """A stream, and whoever waits for its tokens."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def take(self, line: str) -> None:
+        """Take in a line of the answer."""
+        Stream.take(self, line)
+        with self.changed:
+            self.changed.notify_all()
 
 
 @dataclass(slots=True)
@@ -99,39 +150,41 @@ class Arena:
     _rounds: Iterator[int] = field(default_factory=itertools.count)
 
     def round(self, work: Workload, at: int, how: signal.Signals) -> Round:
-        """Read all streams, and end an engine once each of them has `at` tokens."""
+        """Read all streams, and end an engine once one of them has `at` tokens."""
         number = next(self._rounds)
-        streams = [Stream() for _ in work.prompts]
-        reached = threading.Semaphore(0)
+        changed = threading.Condition()
+        streams = [Watched(changed=changed) for _ in work.prompts]
 
-        def read(stream: Stream, ids: list[int]) -> None:
-            stream.read(
-                *(self.proxy.url, ids, at, reached.release),
-                tokens=work.tokens,
-                cache_salt=f"round {number}",
-            )
+        def read(stream: Watched, ids: list[int]) -> None:
+            more = {"tokens": work.tokens, "cache_salt": f"round {number}"}
+            stream.read(self.proxy.url, ids, 1, list, **more)
+
+        def wait_for(reached: Callable[[], bool]) -> None:
+            with changed:
+                assert changed.wait_for(reached, _BEGINS_WITHIN_S), "no more tokens"
 
         with ThreadPoolExecutor(len(streams)) as pool:
             reads = [
                 pool.submit(read, *one)
                 for one in zip(streams, work.prompts, strict=True)
             ]
-            for _ in streams:
-                assert reached.acquire(timeout=120), "a stream has no tokens"
-            victim = self._busiest()
-            other = self.engines[1 - victim]
-            had = computed(other)
-            found = Round(victim, self._running(victim), time.monotonic())
-            self._end(victim, how)
-            found.gone_s = time.monotonic() - found.at
+            wait_for(lambda: all(one.tokens for one in streams))
+            # The engines take turns.
+            victim = number % 2 if self._running(number % 2) else 1 - number % 2
+            before = Figures.of(self.engines[1 - victim])
+            wait_for(lambda: max(len(one.tokens) for one in streams) >= at)
+            found = self._kill(victim, how)
             found.lost = sum(one.exception() is not None for one in reads)
         for one in reads:
             if one.exception() is not None:
                 print(f"lost: {one.exception()!r}")
-        found.computed = computed(other) - had
+        after = Figures.of(self.engines[1 - found.engine])
+        found.computed = after.computed - before.computed
+        found.first_s = after.first_s - before.first_s
+        found.first_s /= max(1, after.firsts - before.firsts)
         answers = zip(streams, work.answers, strict=True)
         found.wrong = sum(one.tokens != answer for one, answer in answers) - found.lost
-        found.tokens_at = [one.at for one in streams]
+        found.tokens_at = [[round(at, 4) for at in one.at] for one in streams]
         pairs = (pair for one in streams for pair in itertools.pairwise(one.at))
         # Tokens of one event have the same time.
         steps = [second - first for first, second in pairs if second > first]
@@ -149,28 +202,53 @@ class Arena:
         wanted = {one.url for one in self.engines}
         assert eventually(lambda: self.proxy.engines("up") == wanted)
 
-    def _busiest(self) -> int:
-        return max((0, 1), key=self._running)
+    def _kill(self, victim: int, how: signal.Signals) -> Round:
+        """End an engine, and wait until it is gone."""
+        one = self.engines[victim]
+        assert one.running is not None
+        where = URL(one.url)
+        with socket.create_connection((where.host, where.port)) as link:
+            link.settimeout(GONE_WITHIN_S)
+            moved = self._running(victim)
+            found = Round(victim, moved, time.monotonic(), load=os.getloadavg()[0])
+            if how == signal.SIGKILL:
+                os.killpg(one.running.pid, how)
+            else:
+                one.running.send_signal(how)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                link.recv(1)
+        found.noticed_s = time.monotonic() - found.at
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.running.wait(GONE_WITHIN_S)
+        one.kill()
+        found.gone_s = time.monotonic() - found.at
+        return found
 
     def _running(self, number: int) -> int:
         said = httpx.get(f"{self.proxy.url}/fleet").json()
         url = self.engines[number].url
         return sum(url in one["engines"] for one in said["requests"])
 
-    def _end(self, number: int, how: signal.Signals) -> None:
-        one = self.engines[number]
-        if how != signal.SIGKILL:
-            assert one.running is not None
-            one.running.send_signal(how)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                one.running.wait(GONE_WITHIN_S)
-        one.kill()
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What an engine counts."""
 
-def computed(one: Engine) -> int:
-    """The prompt tokens that an engine has computed itself."""
-    name, source = "vllm:prompt_tokens_by_source_total", 'source="local_compute"'
-    return int(metric_of(one.metrics(), name, source))
+    computed: int  # prompt tokens that it has computed itself
+    first_s: float  # the time to the first token of all requests
+    firsts: int  # how many they are
+
+    @classmethod
+    def of(cls, one: Engine) -> Figures:
+        """Read them."""
+        text = one.metrics()
+        name, source = "vllm:prompt_tokens_by_source_total", 'source="local_compute"'
+        first = "vllm:time_to_first_token_seconds"
+        return cls(
+            int(metric_of(text, name, source)),
+            metric_of(text, f"{first}_sum"),
+            int(metric_of(text, f"{first}_count")),
+        )
 
 
 def connector(address: str, memory: str = "64MiB") -> dict[str, Any]:
@@ -186,18 +264,21 @@ def connector(address: str, memory: str = "64MiB") -> dict[str, Any]:
 
 
 @contextmanager
-def arena(model: Path, folder: Path) -> Iterator[Arena]:
-    """Start all of it."""
+def arena(model: Path, folder: Path, *, forked: bool = True) -> Iterator[Arena]:
+    """Start all of it; engines are started as forks, or as commands."""
     server = StoreServer(folder, memory="256MiB", disk="2GiB")
+    few = ("--num-gpu-blocks-override", _CACHE_BLOCKS)
     try:
         store = connector(server.address)
         engines = [
-            engine(model, folder, f"engine-{core}", core, {}, alone=store)
+            engine(model, folder, f"engine-{core}", core, {}, *few, alone=store)
             for core in (0, 1)
         ]
         roles = ("decode", "decode")
         proxy = front(folder, *before(engines, roles), "--migrate")
-        with running(*engines, proxy):
+        with ExitStack() as stack:
+            starter = stack.enter_context(Nursery()).start if forked else None
+            stack.enter_context(running(*engines, proxy, starter=starter))
             made = Arena(engines, server, proxy)
             made.back()
             yield made

@@ -69,8 +69,17 @@ class Cost:
         return _ratio(self.saving.cpu_s_per_token, self.alone.cpu_s_per_token)
 
 
+# Of a stream in a turn: they fill three blocks, and take a second.
+_TURN_TOKENS: Final = 400
+
+
 def cost_of(
-    model: Path, folder: Path, *, rounds: int, streams: int, tokens: int
+    model: Path,
+    folder: Path,
+    *,
+    rounds: int,
+    streams: int,
+    tokens: int = _TURN_TOKENS,
 ) -> Cost:
     """Measure it; both engines have the same core, and one works at a time."""
     found = Cost()

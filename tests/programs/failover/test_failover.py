@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from pathlib import Path
 
@@ -43,6 +44,25 @@ def test_a_round_is_bad_if_anything_happened_that_never_may(
     assert round_of(**more).bad is bad
 
 
+def test_a_round_is_late_above_ten_steps_and_a_second() -> None:
+    assert not round_of(step_s=0.01, pauses_s=[1.09, 0.1]).late
+    assert round_of(step_s=0.01, pauses_s=[1.11, 0.1]).late
+
+
+def test_streams_begin_somewhere_in_the_answers() -> None:
+    answers = [list(range(100)), list(range(200, 300))]
+    work = Workload([[7], [8, 9]], 100, answers)
+    cut = work.cut(random.Random(1), 20)
+    assert cut.tokens == 20
+    for before, whole, ids, answer in zip(
+        work.prompts, answers, cut.prompts, cut.answers, strict=True
+    ):
+        at = len(ids) - len(before)
+        assert ids == [*before, *whole[:at]]
+        assert answer == whole[at : at + 20]
+        assert len(answer) == 20
+
+
 def test_a_pause_counts_from_the_kill_on() -> None:
     assert pause_s(AT[0], 0.5) == 1.0
     assert pause_s(AT[0], 1.0) == pytest.approx(0.1)
@@ -50,12 +70,17 @@ def test_a_pause_counts_from_the_kill_on() -> None:
 
 
 def test_the_report(tmp_path: Path) -> None:
-    rounds = [round_of(computed=100), round_of(computed=300, wrong=1)]
+    rounds = [
+        round_of(computed=100, step_s=0.1, noticed_s=0.25),
+        round_of(computed=300, wrong=1, step_s=0.1, pauses_s=[2.1]),
+    ]
     assert "wrong 1" in program.line(rounds[1])
     table = program.table(rounds)
     assert "| tokens computed again, per stream | 200 |" in table
     assert "| rounds above a block and a step for each stream | 1 |" in table
-    assert "| longest pause of a stream | 1.00 s |" in table
+    assert "| rounds with a pause above 10 steps and a second | 1 |" in table
+    assert "| longest pause of a stream | 2.10 s |" in table
+    assert "| a kill noticed after, at most | 0.25 s |" in table
     cost = Cost(Rates([97.0], [1.1]), Rates([100.0], [1.0]))
     assert "0.970 times as fast" in program.cost_line(cost)
     program.plot(rounds, tmp_path / "plot.svg")
@@ -75,7 +100,7 @@ def test_a_kill_costs_a_step(tmp_path: Path) -> None:
     """Of real engines, streams and a store server."""
     model = make_model("gqa", tmp_path)
     with arena(model, tmp_path) as place:
-        work = Workload.of(4, 160, 1, place.engines[0])
-        found = place.round(work, 100, signal.SIGKILL)
+        work = Workload.of(4, 600, 1, place.engines[0])
+        found = place.round(work.cut(random.Random(1), 160), 90, signal.SIGKILL)
     assert not found.bad, program.line(found)
     assert found.moved > 0

@@ -41,6 +41,7 @@ from tests.programs.verbs.acts import VERBS, Wrong
 from tests.support import inside
 from tests.support.engines.hints import hints, log_hints
 from tests.support.engines.models import make_model
+from tests.support.engines.nursery import Nursery
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import (
     Engine,
@@ -64,6 +65,7 @@ _CACHE_BLOCKS: Final = "36"
 _TTL_S: Final = (0.5, 30.0)
 _QUIET_S: Final = 0.02
 _LOGGED_S: Final = 20.0
+_HINTED: Final = ("prefetch", "demote", "pin", "retain")
 _PLACED: Final = re.compile(r"a0: <Placement of (\d+) blocks: (?:(\d+) done)?")
 
 
@@ -187,7 +189,7 @@ class Place:
 
     async def hinted(self) -> None:
         """Carry out a hint beside a request, and compare what the engine's log says."""
-        verb = self.draw.choice(("prefetch", "demote", "pin", "retain"))
+        verb = self.draw.choice(_HINTED)
         payload: dict[str, Any] = {}
         if verb in ("pin", "retain"):
             payload["ttl_s"] = _TTL_S[1]
@@ -326,7 +328,8 @@ async def play(folder: Path, acts: int, seed: int, seconds: float) -> Counter[st
             log_hints(one, folder)
         behind = ("--store", http.url.removesuffix("/metrics"))
         proxy = front(folder, *before(engines, ["decode"] * 2), *behind)
-        started = running(*engines, proxy)
+        nursery = stack.enter_context(Nursery())
+        started = running(*engines, proxy, starter=nursery.start)
         # They connect to the server, which is in this process.
         await asyncio.to_thread(started.__enter__)
         stack.callback(started.__exit__, None, None, None)
@@ -337,7 +340,7 @@ async def play(folder: Path, acts: int, seed: int, seconds: float) -> Counter[st
             draw=random.Random(seed),
         )
         await place.begin()
-        while sum(place.counts[verb] for verb in VERBS) < acts:
+        while _acts(place.counts) < acts:
             if time.monotonic() > end:
                 break
             what = place.draw.random()
@@ -368,11 +371,17 @@ def main() -> int:
         found = asyncio.run(play(Path(folder), asked.acts, asked.seed, asked.seconds))
     load = ", ".join(f"{one:.0f}" for one in os.getloadavg())
     print(
-        f"seed {asked.seed}: {sum(found[verb] for verb in VERBS)} acts, each as it was "
+        f"seed {asked.seed}: {_acts(found)} acts, each as it was "
         f"reported; {time.monotonic() - began:.0f} s, load {load}"
     )
     print(", ".join(f"{count} {name}" for name, count in sorted(found.items())))
     return 0
+
+
+def _acts(counts: Counter[str]) -> int:
+    """Return how many verbs and hints were compared with what is there."""
+    names = (*VERBS, *(f"hint {verb}" for verb in _HINTED))
+    return sum(counts[name] for name in names)
 
 
 async def _pause() -> None:

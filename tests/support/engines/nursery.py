@@ -146,6 +146,8 @@ def _become(command: Sequence[str], environment: dict[str, str], log: str) -> No
     began = time.monotonic()
     status = 1
     try:
+        # It was done at the import, without this engine's environment.
+        importlib.import_module("vllm.logger")._configure_vllm_root_logger()
         engines: Any = importlib.import_module("vllm.v1.engine.utils")
         # On CPUs vLLM starts an engine core with imports of its own.
         engines.get_mp_context = lambda: multiprocessing.get_context("fork")
