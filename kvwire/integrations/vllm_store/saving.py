@@ -72,11 +72,13 @@ class _Under:
     named: NamedBlocks
     filled: float  # when the step that filled them was over
     saving: Saving
-    ended: float = 0.0  # when the save was over; an idle engine looks much later
+    over: deque[_Under]  # where it goes when the save is over
+    ended: float = 0.0  # when that was; an idle engine looks much later
 
     def end(self, _: Future[list[int]]) -> None:
         """Record the end, on the store's thread."""
         self.ended = time.monotonic()
+        self.over.append(self)
 
 
 class SaveQueue:
@@ -95,7 +97,10 @@ class SaveQueue:
         self._requests: dict[str, _Request] = {}
         # The requests with waiting blocks, in order.
         self._waiting: dict[_Request, None] = {}
-        self._under: list[_Under] = []
+        self._under: dict[_Under, None] = {}
+        self._under_blocks = 0
+        # Those that have ended; the store's thread appends. bounded: blocks_max
+        self._over: deque[_Under] = deque()
         self._leaving: dict[_Request, None] = {}
         # The requests with blocks to put again.
         self._failing: dict[_Request, None] = {}
@@ -110,7 +115,7 @@ class SaveQueue:
             len(named.ids) for one in self._waiting for named, _ in one.waiting
         )
         again = sum(len(named.ids) for one in self._failing for named in one.again)
-        return waiting + again + self._blocks_under
+        return waiting + again + self._under_blocks
 
     def add(self, saves: Iterable[NamedBlocks]) -> None:
         """Queue written blocks, and begin as many saves as the backlog allows."""
@@ -147,7 +152,7 @@ class SaveQueue:
     def freed(self) -> set[str]:
         """Return the ended requests whose blocks are free, each once."""
         now = time.monotonic()
-        if self._under:
+        if self._over:
             self._collect(now)
         if self._waiting or self._failing:
             self._begin(now)
@@ -206,13 +211,9 @@ class SaveQueue:
 
     # --- inside -----------------------------------------------------------------------
 
-    @property
-    def _blocks_under(self) -> int:
-        return sum(len(one.named.ids) for one in self._under)
-
     def _begin(self, now: float) -> None:
         """Start as many saves as the limit allows."""
-        room = self._blocks_max - self._blocks_under
+        room = self._blocks_max - self._under_blocks
         if self._failing and now >= self._again_at:
             for one in [*self._failing]:
                 one.waiting.extendleft((named, now) for named in reversed(one.again))
@@ -231,23 +232,23 @@ class SaveQueue:
             room -= len(named.ids)
             saving = self._put(named)
             one.reading.append(saving.free)
-            under = _Under(one, named, filled, saving)
+            under = _Under(one, named, filled, saving, self._over)
+            self._under[under] = None  # bounded: blocks_max
+            self._under_blocks += len(named.ids)
             saving.over.add_done_callback(under.end)
-            self._under.append(under)
 
     def _collect(self, now: float) -> None:
         """Collect the results of ended puts."""
-        over = [one for one in self._under if one.saving.over.done()]
-        if not over:
-            return
-        self._under = [one for one in self._under if one not in over]
-        for one in over:
+        while self._over:
+            one = self._over.popleft()
+            del self._under[one]
+            self._under_blocks -= len(one.named.ids)
             request = one.request
             request.reading = [f for f in request.reading if not f.done()]
             lacking = one.saving.over.result()
             if not lacking:
                 self._pause_s = _PAUSE_S
-                observe(self._observed, "save_s", (one.ended or now) - one.filled)
+                observe(self._observed, "save_s", one.ended - one.filled)
             elif self._requests.get(request.id) is request and not request.until:
                 named = one.named
                 if not self._failing:
