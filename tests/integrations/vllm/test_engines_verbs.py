@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs.failover.arena import computed
+from tests.programs.failover.arena import Figures
 from tests.support.engines.hints import hints, log_hints, logged
 from tests.support.engines.models import make_model
 from tests.support.engines.pairs import running
@@ -141,6 +141,6 @@ def test_an_engine_shares_and_demotes(model: Path, tmp_path: Path) -> None:
                 (ids, answers[0], len(ids)),
                 (kept, answers[1], 1),
             ):
-                had = computed(one)
+                had = Figures.of(one).computed
                 assert tokens_of(one.generate(tokens)) == answer
-                assert computed(one) - had == count
+                assert Figures.of(one).computed - had == count

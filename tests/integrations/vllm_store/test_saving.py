@@ -72,11 +72,11 @@ def test_an_idle_engine_does_not_make_a_save_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No step looks at the save that ended, until the next request comes."""
+    now_s = 100.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
     monkeypatch.setattr("kvwire.integrations.vllm_store.saving.time", clock)
     store = Store()
     queue = SaveQueue(store.put, 8, 60.0)
-    now_s = 100.0
     queue.add([blocks("a", 1)])
     now_s = 100.5
     store.take()

@@ -156,8 +156,11 @@ class Arena:
         streams = [Watched(changed=changed) for _ in work.prompts]
 
         def read(stream: Watched, ids: list[int]) -> None:
-            more = {"tokens": work.tokens, "cache_salt": f"round {number}"}
-            stream.read(self.proxy.url, ids, 1, list, **more)
+            stream.read(
+                *(self.proxy.url, ids, 1, lambda: None),
+                tokens=work.tokens,
+                cache_salt=f"round {number}",
+            )
 
         def wait_for(reached: Callable[[], bool]) -> None:
             with changed:
