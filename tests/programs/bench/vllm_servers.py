@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -120,7 +118,7 @@ def server(
 ) -> Engine:
     """An engine, not started; with a cache of so many tokens, or as many as fit."""
     port, kv = free_port(), free_port()
-    bound = ("taskset", "-c", str(core % (os.cpu_count() or 1)))
+    bound = ("taskset", "-c", str(_core(core)))
     environment = _ONE_PROCESS | host.engine_environment(kv)
     name, transfer = "off", None
     more: tuple[str, ...] = ()
@@ -223,8 +221,6 @@ def running(
     group: Sequence[Contender], shape: str, wire: str, tokens: int
 ) -> Iterator[list[Turn]]:
     """Run a group's servers, and one without a connector, until the block ends."""
-    # Servers are process groups of their own: they would outlive a bench that is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = make_model("gqa", folder, **SHAPES[shape])
@@ -242,6 +238,11 @@ def running(
         }
         engines = [alone, *itertools.chain.from_iterable(pairs.values())]
         stack.enter_context(serving_all(*engines))
+        # NixlConnector moves the thread of the forward pass to the machine's last
+        # core, which is the same one for both engines.
+        moved = [pairs[one.servers] for one in group if one.spins]
+        for core, engine in itertools.chain(*map(enumerate, moved)):
+            engine.bind(_core(core))
         turns = [
             Turn(
                 one.name, _ask(one, *pairs[one.servers]), pairs[one.servers], one.spins
@@ -250,6 +251,11 @@ def running(
         ]
         off = OFF + group[0].servers
         yield [*turns, Turn(off, partial(ask_alone, alone), (alone,))]
+
+
+def _core(core: int) -> int:
+    """The core of an engine; several engines share one where there are few."""
+    return core % (os.cpu_count() or 1)
 
 
 def _ask(

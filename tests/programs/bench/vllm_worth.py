@@ -14,7 +14,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -150,8 +149,6 @@ def _measured(
 @contextmanager
 def _served(shape: str) -> Iterator[dict[str, Front]]:
     """Run two engines, and a proxy for each way."""
-    # Servers are process groups of their own: they would outlive a bench that is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model("gqa", folder, **SHAPES[shape])

@@ -9,7 +9,6 @@ its own, as in the benchmark of handovers: else an engine alone computes on both
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 import tempfile
@@ -64,8 +63,6 @@ def main() -> int:
     parser.add_argument("--lengths", default="300,1500,4000", help="of prompts")
     parser.add_argument("--shape", choices=SHAPES, default="64KiB", help="of the model")
     options = parser.parse_args()
-    # Servers are process groups of their own: they would outlive a bench that is ended.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_model("gqa", folder, **SHAPES[options.shape])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import signal
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -81,7 +84,15 @@ class Pair:
 
 @contextmanager
 def running(*engines: Process, starter: Starter | None = None) -> Iterator[None]:
-    """Processes that serve; those of vLLM may be started in another way."""
+    """Processes that serve; those of vLLM may be started in another way.
+
+    A SIGTERM ends them and the program, so that a run under ``timeout`` leaves none.
+    """
+    with _ended_together(engines):
+        yield from _serving(engines, starter)
+
+
+def _serving(engines: Sequence[Process], starter: Starter | None) -> Iterator[None]:
     try:
         for one in engines:
             if starter is not None and isinstance(one, Engine):
@@ -93,6 +104,25 @@ def running(*engines: Process, starter: Starter | None = None) -> Iterator[None]
     finally:
         for one in engines:
             one.kill()
+
+
+@contextmanager
+def _ended_together(engines: Sequence[Process]) -> Iterator[None]:
+    """End them on SIGTERM: as process groups of their own they would live on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may handle signals
+        return
+
+    def end(*_: object) -> None:
+        for one in engines:  # first, since threads may wait for their answers
+            one.signal(signal.SIGKILL)
+        sys.exit(1)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

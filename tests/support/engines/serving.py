@@ -86,21 +86,36 @@ class Process:
 
     def kill(self) -> None:
         """End it and all it has started, at once."""
+        self.signal(signal.SIGKILL)
         if self.running is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-                os.killpg(self.running.pid, signal.SIGKILL)
             self.running.wait()
             self.running = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to it and all it has started, without waiting."""
+        if self.running is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+                os.killpg(self.running.pid, number)
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Stop its processes; they go on at the end of the block."""
-        assert self.running is not None
-        os.killpg(self.running.pid, signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            os.killpg(self.running.pid, signal.SIGCONT)
+            self.signal(signal.SIGCONT)
+
+    def bind(self, core: int) -> None:
+        """Bind every thread that it has to a core."""
+        assert self.running is not None
+        group = os.getpgid(self.running.pid)
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                # Behind the name, which may contain anything: state, parent, group.
+                if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
+                    for thread in (stat.parent / "task").iterdir():
+                        os.sched_setaffinity(int(thread.name), {core})
 
     def post(self, path: str, **asked: Any) -> Any:
         return httpx.post(f"{self.url}{path}", json=asked, timeout=ANSWERS_WITHIN_S)
