@@ -42,6 +42,13 @@ from tests.support.engines.proxies import (
 TOKENS = list(range(100, 116))
 HASHES = HashScheme(4).block_hashes(TOKENS)
 CACHE = Filled(seed=1).cache
+WELL: dict[str, Any] = {
+    "prefix": 4,
+    "blocks": ["done"] * 4,
+    "reasons": {},
+    "counts": {"done": 4},
+    "held": {},
+}
 
 
 class Behind(Engines):
@@ -51,6 +58,7 @@ class Behind(Engines):
         super().__init__(**handlers)
         self.store = store
         self.tokenized: list[Any] = []
+        self.foreign: list[Any] = []  # the answer of a server that is no store
 
     @asynccontextmanager
     async def _request(
@@ -60,7 +68,9 @@ class Behind(Engines):
         headers: Mapping[str, str],
         body: Mapping[str, Any] | bytes | None,
     ) -> AsyncIterator[Any]:
-        if url.startswith(self.store):
+        if url.startswith(self.store) and self.foreign:
+            yield answer(200, self.foreign[0])
+        elif url.startswith(self.store):
             asking = EngineClient._request(self, method, url, headers, body)
             async with asking as said:
                 yield said
@@ -252,3 +262,31 @@ async def test_a_move_to_an_engine_that_cannot_is_refused_or_deferred(
     assert not any(body for host, body in site.network.asked if host == "d2")
     with pytest.raises(UsageError, match="ask its proxy"):
         await site.store.move(HASHES, CACHE, to=D1.url, tenant="x")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        None,
+        [],
+        {},
+        "<html>",
+        {**WELL, "blocks": ["here"]},
+        {**WELL, "prefix": -1},
+        {**WELL, "prefix": 5},
+        {**WELL, "prefix": "all"},
+        {**WELL, "reasons": {"why": [4]}},
+        {**WELL, "reasons": {"why": [-1]}},
+        {**WELL, "held": None},
+    ],
+)
+async def test_what_is_no_store_is_named(site: Site, said: Any) -> None:
+    """The option names a server that serves something else."""
+    site.network.foreign = [said]
+    for verb, fields in (("locate", {}), ("move", {"to": D1.url})):
+        status, told = await site.order(verb, prompt=TOKENS, **fields)
+        assert status == 503
+        assert "the answer is no store's; --store" in told["error"]["message"]
+    site.network.foreign = [WELL]
+    status, told = await site.order("locate", prompt=TOKENS)
+    assert (status, told["prefix"]) == (200, 4)

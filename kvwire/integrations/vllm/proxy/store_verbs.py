@@ -13,13 +13,15 @@ exactly these and one more token from the engine. That token is all that it comp
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvwire.errors import UsageError, shown
 from kvwire.integrations.vllm.proxy.checking import read_block_tokens
@@ -43,6 +45,9 @@ from kvwire.wire.control import DECODE_ERRORS
 
 _PROMPT: Final = ("prompt", "messages")
 _URLS: Final = ("http://", "https://")
+_NO_STORE: Final = (
+    "the answer is no store's; --store needs the address that its --metrics names"
+)
 _BEHIND: Final = "an engine loads leading blocks, and one before it is not in the store"
 TOKENIZED: Final = ("model", *_PROMPT, "tools", "chat_template_kwargs")
 """The fields by which an engine tokenizes a prompt as it would for a completion."""
@@ -116,12 +121,13 @@ class StoreVerbs:
         async with self._client.ask(self._server, path, passed, order) as answer:
             said = await answer.body(STORE_ORDER_BYTES_MAX)
         if tokens and path.endswith("/locate") and answer.status == HTTPStatus.OK:
-            told = msgspec.json.decode(said)
+            located = self._located(said)
             if engine is not None:
                 more = {k: asked[k] for k in ("model", SALT_FIELD) if asked.get(k)}
-                moved = await self._load(engine, tokens, size, told, more)
+                moved = await self._load(engine, tokens, size, located, more)
                 return as_json(described(moved))
-            return as_json(self._with_engines(told, tokens, size))
+            self._add_engines(located, tokens, size)
+            return as_json(msgspec.structs.asdict(located))
         return HttpAnswer(answer.status, {"content-type": "application/json"}, said)
 
     def _engine(self, to: str, order: Mapping[str, Any]) -> VllmEngine:
@@ -137,22 +143,37 @@ class StoreVerbs:
         except UsageError as exc:
             raise Refused(HTTPStatus.BAD_REQUEST, f"to: {exc}") from None
 
+    def _located(self, content: bytes) -> _Located:
+        """Read the store's answer to a locate.
+
+        Raises:
+            EngineFailed: No store server answers like this.
+        """
+        try:
+            located = msgspec.json.decode(content, type=_Located)
+        except DECODE_ERRORS:
+            located = _Located(1, [], {}, {}, {})
+        named = [located.prefix - 1, *itertools.chain(*located.reasons.values())]
+        if max(named) >= len(located.blocks):
+            raise EngineFailed(self._server, _NO_STORE)
+        return located
+
     async def _load(
         self,
         engine: VllmEngine,
         tokens: Sequence[int],
         size: int,
-        located: Mapping[str, Any],
+        located: _Located,
         more: Mapping[str, Any],
     ) -> Placement:
         """Let an engine load the leading blocks that the store has."""
-        placing = Placing(len(located["blocks"]))
-        for at, state in enumerate(located["blocks"]):
+        placing = Placing(len(located.blocks))
+        for at, state in enumerate(located.blocks):
             placing.rule(np.array([at]), BlockState[state.upper()])
-        for reason, which in located["reasons"].items():
+        for reason, which in located.reasons.items():
             for at in which:
                 placing.rule(np.array([at]), BlockState(placing.states[at]), reason)
-        there = located["prefix"]
+        there = located.prefix
         behind = np.arange(there, placing.states.size)
         behind = behind[placing.states[behind] == BlockState.DONE]
         placing.rule(behind, BlockState.DEFERRED, _BEHIND)
@@ -221,15 +242,12 @@ class StoreVerbs:
         async with self._client.ask(engine, "/tokenize", {}, asked) as answer:
             return await _tokenized(answer)
 
-    def _with_engines(
-        self, told: dict[str, Any], tokens: list[int], size: int
-    ) -> dict[str, Any]:
+    def _add_engines(self, located: _Located, tokens: list[int], size: int) -> None:
         """Add to a locate's answer the engines that cache the blocks themselves."""
-        blocks = len(told["blocks"])
+        blocks = len(located.blocks)
         for url, count in self._fleet.holders(tokens).items():
             here = count // size
-            told["held"][url] = [at < here for at in range(blocks)]
-        return told
+            located.held[url] = [at < here for at in range(blocks)]
 
 
 async def _tokenized(answer: EngineResponse) -> list[int]:
@@ -247,3 +265,16 @@ async def _tokenized(answer: EngineResponse) -> list[int]:
 
 class _Tokenized(msgspec.Struct):
     tokens: list[int]
+
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class _Located(msgspec.Struct):
+    """A store's answer to a locate; :func:`kvwire.store.order.described` writes it."""
+
+    prefix: _Count
+    blocks: list[Literal["done", "clipped", "deferred", "refused", "missing"]]
+    reasons: dict[str, list[_Count]]
+    counts: dict[str, int]
+    held: dict[str, list[bool]]
