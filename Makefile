@@ -39,7 +39,7 @@ CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),example
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture demo-agent test-targets
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -135,15 +135,10 @@ wheels: $(STAMP)-release
 demo: $(DEMO_STAMP)
 	@$(DEMO_VENV)/bin/python examples/demo $(ARGS)
 
-# An agent whose prompt grows, with a store and without, across a restart.
-demo-agent: $(TORCH_STAMP)
-	@mkdir -p build
-	@$(TORCH_VENV)/bin/python examples/agent_loop.py --plot build/agent.svg $(ARGS)
-
 # The tests that need torch and transformers.
 TORCH_TESTS := tests/integrations/test_transformers.py \
   tests/integrations/vllm/test_connector.py tests/examples/demo \
-  tests/examples/test_agent_loop.py tests/kv/test_paged.py tests/kv/test_tensors.py \
+  tests/kv/test_paged.py tests/kv/test_tensors.py \
   tests/memory/test_buffers.py tests/gpu/test_all.py
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/python -m pytest -m 'not matrix' $(TORCH_TESTS) $(ARGS)

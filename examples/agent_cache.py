@@ -29,10 +29,8 @@ async def answer(store: kvwire.BlockStore, prompt: list[int]) -> tuple[list[int]
     blocks = blocks_for(len(prompt) + NEW)
     # The last token is computed in any case: the answer begins with its output.
     hashes = scheme.block_hashes(prompt[:-1])
-    known = 0
-    if hashes:  # there is one for each whole block
-        outcome = await store.get(hashes, pool.cache, blocks[: len(hashes)])
-        known = outcome.usable_tokens
+    outcome = await store.get(hashes, pool.cache, blocks[: len(hashes)])
+    known = outcome.usable_tokens
     new = await asyncio.to_thread(model.answer, prompt, pool, blocks, NEW, known)
     hashes = scheme.block_hashes(prompt + new[:-1])
     await store.put(hashes, pool.cache, blocks[: len(hashes)])  # now it is on the disk

@@ -98,13 +98,29 @@ class Llama:
     """Runs a Llama of transformers with random weights."""
 
     def __init__(self) -> None:
-        from agent_loop import load  # noqa: PLC0415 - needs torch
+        import torch  # noqa: PLC0415
+        from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
         from kvwire.integrations.transformers import (  # noqa: PLC0415
             TensorPool,
             kv_spec,
         )
 
-        self._model = load()
+        torch.manual_seed(7)  # the same weights in every process
+        torch.set_num_threads(1)
+        config = LlamaConfig(
+            vocab_size=512,
+            hidden_size=256,
+            intermediate_size=1024,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            max_position_embeddings=65536,
+            initializer_range=0.1,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        self._model = LlamaForCausalLM(config).eval()
         spec = kv_spec(self._model.config, block_tokens=16, dtype=self._model.dtype)
         self._pool = TensorPool(spec, 1024)
         self.cache = self._pool.cache

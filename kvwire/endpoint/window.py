@@ -134,7 +134,9 @@ class Window(Closing):
         if blocks is None:
             self._generations.renew(np.arange(self._generations.values.size))
         else:
-            self._generations.renew(self._entries(self._cache.block_lists(blocks)))
+            self._generations.renew(
+                self._entries(self._cache.block_lists(blocks, least=0))
+            )
 
     async def close(self) -> None:
         """Withdraw all blocks, and wait until no transport touches the memory.

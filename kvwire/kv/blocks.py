@@ -56,12 +56,19 @@ class BlockLists(dict[str, Ids]):
         )
 
 
-def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
+def block_lists(
+    blocks: Blocks, pools: Mapping[str, int], *, least: int = 1
+) -> BlockLists:
     """Check block ids and return them as one array per group.
+
+    Args:
+        blocks: The block ids.
+        pools: The number of blocks that each group of the cache has.
+        least: The smallest number of blocks in all lists together.
 
     Raises:
         UsageError: A group is unknown or missing, an id is out of range or listed
-            twice, or the lists are too long in total.
+            twice, or the lists are too long or too short in total.
     """
     # The abstract class comes last, because checking it takes several times as long.
     if isinstance(blocks, list | np.ndarray) or not isinstance(blocks, Mapping):
@@ -86,7 +93,7 @@ def block_lists(blocks: Blocks, pools: Mapping[str, int]) -> BlockLists:
     for name, num_blocks in pools.items():
         lists[name] = _checked(blocks[name], name, num_blocks)
         total += lists[name].size
-    if not 0 < total <= limits.KV_BLOCKS_MAX:
+    if not least <= total <= limits.KV_BLOCKS_MAX:
         raise UsageError(
             f"blocks: the lists have {total} blocks; a transfer takes 1 to "
             f"{limits.KV_BLOCKS_MAX}"

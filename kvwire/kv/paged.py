@@ -145,7 +145,7 @@ class PagedCache:
         """Return the number of blocks of a cache with one group."""
         return self._only().num_blocks
 
-    def block_lists(self, blocks: Blocks) -> BlockLists:
+    def block_lists(self, blocks: Blocks, *, least: int = 1) -> BlockLists:
         """Check block ids against this cache; see :func:`kvwire.kv.blocks.block_lists`.
 
         Raises:
@@ -154,7 +154,7 @@ class PagedCache:
         """
         if isinstance(blocks, BlockLists) and blocks.keys() == self.groups.keys():
             return blocks
-        return block_lists(blocks, self._pools)
+        return block_lists(blocks, self._pools, least=least)
 
     def __repr__(self) -> str:
         return f"PagedCache({'; '.join(map(repr, self.groups.values()))})"

@@ -454,7 +454,7 @@ class BlockStore(StoreManagement):
         self._check(f"BlockStore.{kind.verb}", cache)
         if after is not None or cache.device is not None:
             after = self._threads.devices.prepare(cache.device, after)
-        lists = cache.block_lists(blocks)
+        lists = cache.block_lists(blocks, least=0)
         namespaces = self._namespaces(cache, hash_tokens, tenant)
         requests = group_requests(cache, lists, hashes, namespaces)
         # The part of the plan that is independent of the blocks is made once.

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason=f"torch: {_WHY}")
 transformers = pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
 
 from kvwire import (  # noqa: E402 - after the skip
+    BlockStore,
     Outcome,
     PagedCache,
     PrefillRequest,
@@ -28,6 +29,7 @@ from kvwire.integrations.transformers import (  # noqa: E402
     kv_spec,
 )
 from kvwire.kv.blocks import MissingBlocks  # noqa: E402
+from kvwire.kv.hashing import HashScheme  # noqa: E402
 from kvwire.kv.outcome import nothing_landed  # noqa: E402
 
 BLOCK_TOKENS = 16
@@ -131,6 +133,25 @@ def test_only_the_holes_are_computed(
     sequence = PagedSequence(pool, blocks, length=59)
     found = model.generate(ids, cache=sequence, **options)
     assert torch.equal(found, expected)
+
+
+async def test_a_store_fills_the_blocks_of_a_longer_prompt(model: Any) -> None:
+    """What one call computed, the next one reads: its logits stay the same."""
+    spec = kv_spec(model.config, block_tokens=BLOCK_TOKENS, dtype=model.dtype)
+    blocks, scheme = [3, 8, 1, 6, 2], HashScheme(BLOCK_TOKENS)
+    known = []
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        for length in (10, 40, 75):
+            ids, pool = prompt(length), TensorPool(spec, num_blocks=16)
+            hashes = scheme.block_hashes(ids[0, :-1].tolist())
+            found = await store.get(hashes, pool.cache, blocks[: len(hashes)])
+            known.append(found.usable_tokens)
+            sequence = PagedSequence(pool, blocks, length=found.usable_tokens)
+            fresh = logits(model, ids[:, found.usable_tokens :], sequence)
+            stock = logits(model, ids, transformers.DynamicCache())
+            torch.testing.assert_close(fresh[0, -1], stock[0, -1])
+            await store.put(hashes, pool.cache, blocks[: len(hashes)])
+    assert known == [0, 0, 32]
 
 
 def _outcome(pool: TensorPool, blocks: list[int], landed: list[int]) -> Outcome:

@@ -59,6 +59,8 @@ def test_groups_have_to_be_named() -> None:
         block_lists({"full": [4], "window": [4]}, TWO)
     with pytest.raises(UsageError, match="0 blocks"):
         block_lists({"full": [], "window": []}, TWO)
+    none = block_lists({"full": [], "window": []}, TWO, least=0)
+    assert [ids.size for ids in none.values()] == [0, 0]
 
 
 def test_too_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
