@@ -8,8 +8,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from cyclopts import App, Parameter
@@ -36,21 +37,80 @@ app.command(
 store_verbs.add_to(app)
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AnnounceOptions:
+    """Options that announce a server to its clients.
+
+    Attributes:
+        directory: Announce the server in this directory, such as redis://host:6379,
+            with the role "store"; clients then use kvwire://role=store?directory=URL.
+        label: A label that selectors can match: --label pool=a; may be repeated. Set
+            the label `node` if the node's address can change.
+        advertise: The host, or HOST:PORT, that clients connect to.
+    """
+
+    directory: str = ""
+    label: list[str] = field(default_factory=list)
+    advertise: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options as arguments of a StoreServer."""
+        if not self.directory:
+            if self.label or self.advertise:
+                raise UsageError("--label and --advertise need --directory")
+            return {}
+        return {
+            "directory": self.directory,
+            "advertise": self.advertise or None,
+            # A selector has the same syntax.
+            "labels": dict(Selector.parse(",".join(self.label)).terms),
+        }
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class AccessOptions:
+    """Options that decide which processes are trusted.
+
+    Attributes:
+        psk_file: The key file, which every client needs too; `kvwire keygen` makes one.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+        read_only: Clients may get blocks but not put any.
+        tenant: A tenant's name, quotas and key; repeat the option for more: --tenant
+            'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key'. A client with the
+            key of --psk-file is the operator.
+    """
+
+    psk_file: Path | None = None
+    config: Path | None = None
+    read_only: bool = False
+    tenant: list[str] = field(default_factory=list)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The options as arguments of a StoreServer."""
+        settings: dict[str, Any] = {"config": self.config, "read_only": self.read_only}
+        if self.psk_file is not None:
+            settings["psk_file"] = str(self.psk_file)
+        return settings
+
+
+_ACCESS: Final = AccessOptions()
+_ANNOUNCEMENT: Final = AnnounceOptions()
+
+
 @app.command
-def serve(  # noqa: PLR0913 - each is an option of the command
+def serve(
     *,
     listen: str,
     tier: list[str],
-    psk_file: Path | None = None,
-    config: Path | None = None,
-    read_only: bool = False,
+    access: AccessOptions = _ACCESS,
     berth: str = in_bytes(STORE_BERTH_BYTES),
     write: Literal["through", "back"] = "through",
     metrics: str = "",
-    tenant: list[str] | None = None,
-    directory: str = "",
-    label: list[str] | None = None,
-    advertise: str = "",
+    announcement: AnnounceOptions = _ANNOUNCEMENT,
     record: str = "",
 ) -> None:
     """Serve a store to other processes, which open it as the tier kvwire://HOST:PORT.
@@ -63,9 +123,7 @@ def serve(  # noqa: PLR0913 - each is an option of the command
             needs a key.
         tier: A tier; repeat the option, fastest tier first: --tier memory:8GiB --tier
             'disk:/var/kv?size=100GiB'.
-        psk_file: The key file, which every client needs too; `kvwire keygen` makes one.
-        config: A kvwire.toml; KVWIRE_* environment variables also apply.
-        read_only: Clients may get blocks but not put any.
+        access: The trusted processes.
         berth: The size of a staging buffer, which is also the largest block that a
             client can put.
         write: When a put is complete: "through": once a disk has it; "back": once
@@ -73,29 +131,15 @@ def serve(  # noqa: PLR0913 - each is an option of the command
         metrics: Serve HTTP on this address, such as 127.0.0.1:9400: /metrics
             (Prometheus) and /health for anyone; /kv/pin and the other verbs, and the
             page /top, for clients with a key. Needs the extra `metrics`.
-        tenant: A tenant's name, quotas and key; repeat the option for more: --tenant
-            'acme?disk=100GiB&memory=1GiB&ttl=3600&key=/etc/acme.key'. A client with the
-            key of --psk-file is the operator.
-        directory: Announce the server in this directory, such as redis://host:6379,
-            with the role "store"; clients then use kvwire://role=store?directory=URL.
-        label: A label that selectors can match: --label pool=a; may be repeated. Set
-            the label `node` if the node's address can change.
-        advertise: The host, or HOST:PORT, that clients connect to.
+        announcement: The directory in which clients find it.
         record: Record all block requests in a new file in this folder, for `kvwire
             store replay`: --record 'traces?size=1GiB'.
     """
-    settings: dict[str, Any] = {"config": config, "read_only": read_only}
-    if psk_file is not None:
-        settings["psk_file"] = str(psk_file)
+    settings = access.settings | announcement.settings
     settings["berth_bytes"] = _berth_bytes(berth)
-    if directory:
-        settings |= {"directory": directory, "advertise": advertise or None}
-        # A selector has the same syntax.
-        settings["labels"] = dict(Selector.parse(",".join(label or ())).terms)
-    elif label or advertise:
-        raise UsageError("--label and --advertise need --directory")
-    tenants = tenant or []
-    opening = kvwire.BlockStore.open(tier, write=write, tenants=tenants, record=record)
+    opening = kvwire.BlockStore.open(
+        tier, write=write, tenants=access.tenant, record=record
+    )
     _run(_serve(listen, tier, opening, metrics, settings), listen)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.app import ProxySettings, make_app
 from kvwire.integrations.vllm.proxy.client import EngineClient, EngineFailed
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import VllmServer
@@ -101,7 +101,7 @@ async def test_the_client_of_a_stream_that_is_cut() -> None:
     async with saying(events(EVENT)) as heard:
         where = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ("d:1",))
         client = EngineClient()
-        application = make_app(EngineFleet([], [where]), order=AT_ONCE, client=client)
+        application = make_app(EngineFleet([], [where]), ProxySettings(), client=client)
         told = await post(application, {**ASK, "stream": True})
         await client.close()
     assert told.status_code == 200

@@ -12,10 +12,9 @@ import aiohttp
 import pytest
 
 from kvwire.integrations.vllm.proxy import moving
-from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.app import ProxySettings, make_app
 from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.integrations.vllm.proxy.moving import immovable_field
-from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from tests.support.engines.proxies import (
     ASK,
     CHAT,
@@ -414,7 +413,7 @@ async def test_what_an_engine_says_of_its_answer_over_http(
     async with saying(said) as heard:
         there = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ())
         fleet = fleet_in_turns([], [there])
-        application = make_app(fleet, order=AT_ONCE, migrate=True)
+        application = make_app(fleet, ProxySettings(migrate=True))
         async with application.running():
             answered = await call(
                 application, "POST", "/v1/completions", json=ASK | {"stream": stream}

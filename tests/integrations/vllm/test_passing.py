@@ -13,11 +13,10 @@ import httpx
 import pytest
 from aiohttp import web
 
-from kvwire.integrations.vllm.proxy.app import make_app
+from kvwire.integrations.vllm.proxy.app import ProxySettings, make_app
 from kvwire.integrations.vllm.proxy.engines import VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.passing import PASSED
-from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from kvwire.integrations.vllm.proxy.server import ProxyServer
 from kvwire.integrations.vllm.proxy.stopping import Ending
 from tests.support.engines.proxies import Engines, app, call, mover, refused
@@ -66,7 +65,7 @@ async def proxied(
     engine = Engine(answer)
     port, ending = free_port(), Ending()
     server = VllmServer(f"http://127.0.0.1:{port}", ("127.0.0.1:9",))
-    served = make_app(EngineFleet([], [server]), order=AT_ONCE, ending=ending)
+    served = make_app(EngineFleet([], [server]), ProxySettings(), ending=ending)
     async with AsyncExitStack() as stack:
         runner = web.ServerRunner(web.Server(engine.handle))
         await runner.setup()

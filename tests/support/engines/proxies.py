@@ -8,6 +8,7 @@ and notes what each was asked; :func:`app` is a proxy before them, in memory, an
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import itertools
 import json
@@ -28,7 +29,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import httpx
 
-from kvwire.integrations.vllm.proxy.app import ProxyApp, make_app
+from kvwire.integrations.vllm.proxy.app import ProxyApp, ProxySettings, make_app
 from kvwire.integrations.vllm.proxy.client import EngineClient
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
@@ -236,7 +237,10 @@ def app(
 ) -> ProxyApp:
     """A proxy before these engines, or before a fleet."""
     before = fleet or fleet_in_turns(prefill, decode)
-    return make_app(before, order=order, client=engines, **options)
+    names = {field.name for field in dataclasses.fields(ProxySettings)}
+    chosen = {name: options.pop(name) for name in names & options.keys()}
+    settings = ProxySettings(order=order, **chosen)
+    return make_app(before, settings, client=engines, **options)
 
 
 def mover(

@@ -16,7 +16,7 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -67,6 +67,7 @@ from kvwire.integrations.vllm.proxy.passing import (
     methods_of,
     query_of,
 )
+from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from kvwire.integrations.vllm.proxy.stopping import Ending
 from kvwire.integrations.vllm.proxy.store_verbs import (
     SALT_FIELD,
@@ -127,61 +128,49 @@ _EVENTS: Final = "text/event-stream"
 _DRAIN_WAIT_S_MAX: Final = 3600.0
 
 
-def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProxySettings:
+    """The choices of a proxy's operator; see the options of its command.
+
+    Attributes:
+        order: Whether both engines get a request at once, or decode after prefill.
+        references: Signs references to prefilled KV with the engines' key.
+        admission: Limits the requests that run and wait; by default the usual limits.
+        operator_key: The key that operators send; empty for requests of this host only.
+        migrate: Whether streams can continue at another engine.
+        first_token: The role of the engine that sends the first token of a stream.
+        hints: Whether clients' KV hints are passed to engines.
+        store: The store to which the engines save.
+        copy_ahead: Chooses prefixes that are copied to a second engine.
+    """
+
+    order: str = AT_ONCE
+    references: References = UNSIGNED
+    admission: Admission | None = None
+    operator_key: bytes = b""
+    migrate: bool = False
+    first_token: str = PREFILL
+    hints: bool = False
+    store: StoreBehind | None = None
+    copy_ahead: AheadPolicy | None = None
+
+
+def make_app(
     fleet: EngineFleet,
+    settings: ProxySettings,
     *,
-    order: str,
-    references: References = UNSIGNED,
-    admission: Admission | None = None,
     discovery: Discovery | None = None,
-    operator_key: bytes = b"",
-    migrate: bool = False,
-    first_token: str = PREFILL,
     client: EngineClient | None = None,
     ending: Ending | None = None,
-    hints: bool = False,
-    store: StoreBehind | None = None,
-    copy_ahead: AheadPolicy | None = None,
 ) -> ProxyApp:
     """Return the proxy as an application."""
     client = client or EngineClient()
-    dispatcher = Dispatcher(client, fleet, order=order, references=references)
+    front = _Front(fleet, client, ending or Ending(), settings, discovery)
     prober = Prober(fleet, client)
-    running = [prober.run, SharingCheck(fleet, client, order).run]
+    running = [prober.run, SharingCheck(fleet, client, settings.order).run]
     if discovery is not None:
         discovery.wake = prober.wake
         running.append(discovery.watch)
-    state = ProxyState(
-        fleet,
-        admission or Admission(),
-        dispatcher.budget,
-        lambda: discovery.ignored if discovery else 0,
-    )
-    moves = Moves(
-        dispatcher,
-        fleet,
-        state.moves,
-        state.first_tokens,
-        migrate=migrate,
-        early=first_token == PREFILL,
-    )
-    registry = CollectorRegistry()
-    registry.register(ProxyCollector(state))
-    ending = ending or Ending()
-    verbs = StoreVerbs(store, client, fleet) if store is not None else None
-    ahead = CopyAhead(copy_ahead, dispatcher, fleet, client) if copy_ahead else None
-    front = _Front(
-        dispatcher,
-        state,
-        operator_key,
-        moves,
-        registry,
-        ending,
-        FleetPage(state),
-        hints,
-        verbs,
-        ahead,
-    )
 
     @asynccontextmanager
     async def run() -> AsyncIterator[None]:
@@ -190,8 +179,8 @@ def make_app(  # noqa: PLR0913 - each is an option of the command, or of a test
             stack.push_async_callback(fleet.close)
             if discovery is not None:
                 stack.push_async_callback(discovery.close)
-            if ahead is not None:
-                stack.push_async_callback(ahead.close)
+            if front.ahead is not None:
+                stack.push_async_callback(front.ahead.close)
             for work in running:
                 stack.push_async_callback(end_task, _started(work()))
             yield
@@ -280,23 +269,47 @@ def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return task
 
 
-@dataclass(frozen=True, slots=True)
 class _Front:
     """Implements the routes of the proxy."""
 
-    dispatcher: Dispatcher
-    state: ProxyState
-    operator_key: bytes
-    moves: Moves
-    registry: CollectorRegistry
-    ending: Ending
-    fleet_page: FleetPage
-    # Whether clients' KV hints are passed to engines.
-    hints: bool = False
-    verbs: StoreVerbs | None = None
-    ahead: CopyAhead | None = None
-    # Held while a large body is decoded.
-    large: asyncio.Lock = field(default_factory=asyncio.Lock)
+    def __init__(
+        self,
+        fleet: EngineFleet,
+        client: EngineClient,
+        ending: Ending,
+        settings: ProxySettings,
+        discovery: Discovery | None,
+    ) -> None:
+        self.ending = ending
+        self.settings = settings
+        self.dispatcher = Dispatcher(
+            client, fleet, order=settings.order, references=settings.references
+        )
+        self.state = ProxyState(
+            fleet,
+            settings.admission or Admission(),
+            self.dispatcher.budget,
+            lambda: discovery.ignored if discovery else 0,
+        )
+        self.moves = Moves(
+            self.dispatcher,
+            fleet,
+            self.state.moves,
+            self.state.first_tokens,
+            migrate=settings.migrate,
+            early=settings.first_token == PREFILL,
+        )
+        self.verbs: StoreVerbs | None = None
+        if settings.store is not None:
+            self.verbs = StoreVerbs(settings.store, client, fleet)
+        self.ahead: CopyAhead | None = None
+        if settings.copy_ahead is not None:
+            self.ahead = CopyAhead(settings.copy_ahead, self.dispatcher, fleet, client)
+        self.registry = CollectorRegistry()
+        self.registry.register(ProxyCollector(self.state))
+        self.fleet_page = FleetPage(self.state)
+        # Held while a large body is decoded.
+        self.large = asyncio.Lock()
 
     async def generate(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
         return await self._counted(self._generated(asked, stack))
@@ -346,7 +359,7 @@ class _Front:
             return {}
         hints = read_hints(envelope)
         reasons = hints.refused
-        if not self.hints:
+        if not self.settings.hints:
             reasons = (f"{HINTS_FIELD}: the proxy was started without --kv-hints",)
         elif hints.actions:
             request.hints = envelope
@@ -485,8 +498,8 @@ class _Front:
         return [asked for asked in self.state.requests if asked.decode is engine]
 
     def _check_operator(self, asked: HttpRequest) -> None:
-        if self.operator_key:
-            right = b"Bearer " + self.operator_key.hex().encode()
+        if key := self.settings.operator_key:
+            right = b"Bearer " + key.hex().encode()
             shown = asked.headers.get("authorization", "").encode()
             allowed = hmac.compare_digest(right, shown)
         else:

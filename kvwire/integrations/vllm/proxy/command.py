@@ -58,7 +58,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     try:
         # Imported here, since --help needs none of these.
-        from kvwire.integrations.vllm.proxy.app import make_app  # noqa: PLC0415
+        from kvwire.integrations.vllm.proxy.app import (  # noqa: PLC0415
+            ProxySettings,
+            make_app,
+        )
         from kvwire.integrations.vllm.proxy.server import ProxyServer  # noqa: PLC0415
         from kvwire.integrations.vllm.proxy.stopping import Ending  # noqa: PLC0415
         from kvwire.integrations.vllm.proxy.store_verbs import (  # noqa: PLC0415
@@ -75,20 +78,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = None
     if options.store:
         store = StoreBehind(options.store, options.store_block_tokens)
-    app = make_app(
-        fleet,
+    settings = ProxySettings(
         order=options.order,
         references=References(keys),
         admission=Admission(options.running, options.queue),
-        discovery=discovery,
         operator_key=operator_key,
         migrate=options.migrate,
         first_token=options.first_token,
-        ending=ending,
         hints=options.kv_hints,
         store=store,
         copy_ahead=copy_ahead,
     )
+    app = make_app(fleet, settings, discovery=discovery, ending=ending)
     where = options.host, options.port
     connections = min(connections, there // 2)
     return ProxyServer(app, *where, ending, options.stop_s, connections).run()
