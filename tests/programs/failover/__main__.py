@@ -14,6 +14,7 @@ they fill.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -59,16 +61,17 @@ def main() -> int:
                 flush=True,
             )
         if options.cost or options.kills > len(rounds):
-            model = make_model("gqa", folder)
+            model = make_model(options.model, folder)
         if options.cost:
             cost = cost_of(model, folder, rounds=options.cost, streams=options.streams)
             found["cost"] = asdict(cost) | {"rate": cost.rate, "work": cost.work}
             found["cost"]["best"] = cost.best
             print(cost_line(cost), flush=True)
         if options.kills > len(rounds):
-            for one in play(model, folder, options, len(rounds)):
-                rounds.append(one)
-                print(f"round {len(rounds)}: {line(one)}", flush=True)
+            with closing(play(model, folder, options, len(rounds))) as more:
+                for one in itertools.islice(more, options.kills - len(rounds)):
+                    rounds.append(one)
+                    print(f"round {len(rounds)}: {line(one)}", flush=True)
     if rounds:
         print(table(rounds))
     found["rounds"] = [asdict(one) | {"bound": one.bound} for one in rounds]
@@ -89,13 +92,13 @@ def _had(path: Path | None) -> list[Round]:
 
 def play(
     model: Path, folder: Path, options: argparse.Namespace, done: int
-) -> Iterator[Round]:
+) -> Generator[Round]:
     """Kill engines, until it is enough or too late."""
     end = time.monotonic() + options.seconds
     with arena(model, folder, forked=not options.commands) as place:
-        one = place.engines[0]
-        work = Workload.of(options.streams, options.tokens, options.seed, one)
-        for number in range(done, options.kills):
+        first = place.engines[0]
+        work = Workload.of(options.streams, options.tokens, options.seed, first)
+        for number in itertools.count(done):
             if time.monotonic() > end:
                 return
             place.back()
@@ -103,7 +106,9 @@ def play(
             at = chance.randrange(1, min(_AT_MOST, options.tokens - AFTER_TOKENS))
             how = options.signals[number % len(options.signals)]
             these = work.cut(chance, at + AFTER_TOKENS)
-            yield place.round(these, at, signal.Signals[how])
+            one = place.round(these, at, signal.Signals[how])
+            if one.moved:  # or it had no stream any more
+                yield one
 
 
 def line(one: Round) -> str:
@@ -112,7 +117,8 @@ def line(one: Round) -> str:
     return (
         f"engine {one.engine} ended with {one.moved} streams; computed again "
         f"{one.computed} tokens of at most {one.bound}, wrong {one.wrong}, lost "
-        f"{one.lost}; longest pause {pause_s * 1e3:.0f} ms, a step is "
+        f"{one.lost}; longest pause {pause_s * 1e3:.0f} ms (before: "
+        f"{one.before_s * 1e3:.0f} ms), a step is "
         f"{one.step_s * 1e3:.1f} ms; noticed after {one.noticed_s * 1e3:.0f} ms, then "
         f"{one.first_s * 1e3:.0f} ms to a first token; gone after {one.gone_s:.1f} s"
     )
@@ -149,8 +155,10 @@ def cost_line(cost: Cost) -> str:
     """What saving costs, in a line."""
     return (
         f"decoding with saves is {cost.rate:.3f} times as fast as without (the fastest "
-        f"turns: {cost.best:.3f}), and takes {cost.work:.3f} times as much of the "
-        "processor for a token"
+        f"turns: {cost.best:.3f}; to a connector that does nothing: "
+        f"{cost.rate_to_bare:.3f}), and takes {cost.work:.3f} times as much of the "
+        f"processor for a token; a step of {cost.step_s * 1e3:.2f} ms takes "
+        f"{cost.more_s * 1e3:.2f} ms longer"
     )
 
 
@@ -202,6 +210,9 @@ def _options() -> argparse.Namespace:
         "--commands", action="store_true", help="start engines as users start them"
     )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--model", choices=("gqa", "wide"), default="gqa", help="wide is larger"
+    )
     parser.add_argument(
         "--signals",
         nargs="+",

@@ -45,7 +45,7 @@ STEP_TOKENS: Final = 2
 # An engine that was asked to stop is to be gone by then.
 GONE_WITHIN_S: Final = 60.0
 # Tokens that a stream has left at the kill, so that its pause has an end.
-AFTER_TOKENS: Final = 64
+AFTER_TOKENS: Final = 128
 # What a stream may pause, beside the time until the kill can be noticed.
 PAUSE_STEPS: Final = 10
 NOTICED_WITHIN_S: Final = 1.0
@@ -69,7 +69,7 @@ class Workload:
         """
         # Most are short, since a long prompt takes long to compute.
         most = self.tokens - tokens
-        begins = [int(most * chance.random() ** 2) for _ in self.prompts]
+        begins = [int(most * chance.random() ** 4) for _ in self.prompts]
         these = zip(self.prompts, self.answers, begins, strict=True)
         cut = [
             ([*ids, *answer[:at]], answer[at : at + tokens])
@@ -106,6 +106,8 @@ class Round:
     load: float = 0.0  # of the machine, with all that runs there
     # The longest pause of each stream from that moment on, longest first.
     pauses_s: list[float] = field(default_factory=list)
+    # The longest pause of any stream before it: what the machine's load does alone.
+    before_s: float = 0.0
     gone_s: float = 0.0  # until the engine's process was gone
     tokens_at: list[list[float]] = field(default_factory=list)  # by stream
 
@@ -188,12 +190,11 @@ class Arena:
         answers = zip(streams, work.answers, strict=True)
         found.wrong = sum(one.tokens != answer for one, answer in answers) - found.lost
         found.tokens_at = [[round(at, 4) for at in one.at] for one in streams]
-        pairs = (pair for one in streams for pair in itertools.pairwise(one.at))
-        # Tokens of one event have the same time.
-        steps = [second - first for first, second in pairs if second > first]
-        found.step_s = statistics.median(steps)
+        found.step_s = statistics.median(step_s(one.at) for one in streams)
         longest = (pause_s(one.at, found.at) for one in streams)
         found.pauses_s = sorted(longest, reverse=True)
+        earlier = ([at for at in one.at if at < found.at] for one in streams)
+        found.before_s = max(pause_s(at, 0.0) for at in earlier)
         return found
 
     def back(self) -> None:
@@ -287,6 +288,15 @@ def arena(model: Path, folder: Path, *, forked: bool = True) -> Iterator[Arena]:
             yield made
     finally:
         server.kill()
+
+
+def step_s(at: Sequence[float]) -> float:
+    """The usual time between two tokens of a stream: a mean, without its longest pause.
+
+    Several tokens come at once if the reader was late.
+    """
+    pauses = sorted(second - first for first, second in itertools.pairwise(at))
+    return statistics.mean(pauses[:-1]) if len(pauses) > 1 else 0.0
 
 
 def pause_s(at: Sequence[float], since: float) -> float:

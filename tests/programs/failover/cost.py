@@ -44,19 +44,37 @@ class Rates:
 
 @dataclass(slots=True)
 class Cost:
-    """Two engines that decode the same in turns, one of them over a store server.
+    """Engines that decode the same in turns, one of them over a store server.
 
     Each turn is compared with the other engine's next to it, since other programs' load
     changes from one second to the next.
     """
 
+    streams: int
     saving: Rates = field(default_factory=Rates)
     alone: Rates = field(default_factory=Rates)
+    # With a connector that does nothing.
+    bare: Rates = field(default_factory=Rates)
 
     @property
     def rate(self) -> float:
-        """How fast the one that saves decodes, as a part of the other's rate."""
+        """How fast the one that saves decodes, as a part of the rate without."""
         return _ratio(self.saving.tokens_per_s, self.alone.tokens_per_s)
+
+    @property
+    def rate_to_bare(self) -> float:
+        """The same, as a part of the rate with a connector that does nothing."""
+        return _ratio(self.saving.tokens_per_s, self.bare.tokens_per_s)
+
+    @property
+    def step_s(self) -> float:
+        """How long a step of the engine without a connector takes."""
+        return self.streams / statistics.median(self.alone.tokens_per_s)
+
+    @property
+    def more_s(self) -> float:
+        """How much longer a step of the engine that saves takes."""
+        return self.step_s * (1 / self.rate - 1)
 
     @property
     def best(self) -> float:
@@ -73,6 +91,13 @@ class Cost:
 _TURN_TOKENS: Final = 400
 
 
+_BARE: Final = {
+    "kv_connector": "BareConnector",
+    "kv_connector_module_path": "tests.support.engines.bare_connector",
+    "kv_role": "kv_both",
+}
+
+
 def cost_of(
     model: Path,
     folder: Path,
@@ -81,18 +106,20 @@ def cost_of(
     streams: int,
     tokens: int = _TURN_TOKENS,
 ) -> Cost:
-    """Measure it; both engines have the same core, and one works at a time."""
-    found = Cost()
+    """Measure it; the engines have the same core, and one works at a time."""
+    found = Cost(streams)
     server = StoreServer(folder, memory="256MiB", disk="2GiB")
     store = connector(server.address)
     saving = engine(model, folder, "saving", 0, {}, alone=store)
     alone = engine(model, folder, "alone", 0, {}, alone={})
     at = alone.command.index("--kv-transfer-config")
     del alone.command[at : at + 2]
+    bare = engine(model, folder, "bare", 0, {}, alone=_BARE)
+    pairs = [(saving, found.saving), (alone, found.alone), (bare, found.bare)]
+    engines = [one for one, _ in pairs]
     try:
-        with Nursery() as nursery, running(saving, alone, starter=nursery.start):
+        with Nursery() as nursery, running(*engines, starter=nursery.start):
             for number in range(rounds + 1):
-                pairs = [(saving, found.saving), (alone, found.alone)]
                 for one, rates in pairs if number % 2 else reversed(pairs):
                     began, cpu = time.monotonic(), _cpu_s(one)
                     Workload.of(streams, tokens, 1000 * number, one)

@@ -15,6 +15,7 @@ from tests.programs.failover.arena import (
     Workload,
     arena,
     pause_s,
+    step_s,
 )
 from tests.programs.failover.cost import Cost, Rates, cost_of_hooks
 from tests.support.engines.models import make_model
@@ -69,6 +70,11 @@ def test_a_pause_counts_from_the_kill_on() -> None:
     assert pause_s([], 0.0) == 0
 
 
+def test_a_step_is_a_mean_without_the_pause() -> None:
+    assert step_s([0.0, 0.1, 0.1, 0.3, 5.0]) == pytest.approx(0.1)
+    assert step_s([1.0]) == 0
+
+
 def test_the_report(tmp_path: Path) -> None:
     rounds = [
         round_of(computed=100, step_s=0.1, noticed_s=0.25),
@@ -81,8 +87,11 @@ def test_the_report(tmp_path: Path) -> None:
     assert "| rounds with a pause above 10 steps and a second | 1 |" in table
     assert "| longest pause of a stream | 2.10 s |" in table
     assert "| a kill noticed after, at most | 0.25 s |" in table
-    cost = Cost(Rates([97.0], [1.1]), Rates([100.0], [1.0]))
-    assert "0.970 times as fast" in program.cost_line(cost)
+    cost = Cost(4, Rates([96.0], [1.1]), Rates([100.0], [1.0]), Rates([98.0], [1.0]))
+    said = program.cost_line(cost)
+    assert "0.960 times as fast" in said
+    assert "does nothing: 0.980" in said
+    assert "a step of 40.00 ms takes 1.67 ms longer" in said
     program.plot(rounds, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
 

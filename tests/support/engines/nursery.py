@@ -83,6 +83,7 @@ class Nursery:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # or a signal for us would end it before its forks
         )
 
     def __enter__(self) -> Self:
