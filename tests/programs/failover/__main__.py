@@ -113,12 +113,13 @@ def play(
 
 def line(one: Round) -> str:
     """One round in a line."""
-    pause_s = one.pauses_s[0] if one.pauses_s else 0.0
+    longest_s = one.pauses_s[0] if one.pauses_s else 0.0
     return (
         f"engine {one.engine} ended with {one.moved} streams; computed again "
         f"{one.computed} tokens of at most {one.bound}, wrong {one.wrong}, lost "
-        f"{one.lost}; longest pause {pause_s * 1e3:.0f} ms (before: "
-        f"{one.before_s * 1e3:.0f} ms), a step is "
+        f"{one.lost}; longest pause {longest_s * 1e3:.0f} ms from the kill on, "
+        f"{one.around_s * 1e3:.0f} ms from the token before it, "
+        f"{one.before_s * 1e3:.0f} ms before; a step is "
         f"{one.step_s * 1e3:.1f} ms; noticed after {one.noticed_s * 1e3:.0f} ms, then "
         f"{one.first_s * 1e3:.0f} ms to a first token; gone after {one.gone_s:.1f} s"
     )
@@ -142,7 +143,9 @@ def table(rounds: Sequence[Round]) -> str:
         "rounds with a pause above 10 steps and a second": sum(
             one.late for one in rounds
         ),
-        "longest pause of a stream": f"{pauses[-1]:.2f} s" if pauses else "none",
+        "longest pause from the kill on": f"{pauses[-1]:.2f} s" if pauses else "none",
+        "from the token before it": f"{max(o.around_s for o in rounds):.2f} s",
+        "longest pause before a kill": f"{max(o.before_s for o in rounds):.2f} s",
         "median pause": f"{pauses[len(pauses) // 2]:.2f} s" if pauses else "none",
         "median step": f"{steps[len(steps) // 2] * 1e3:.0f} ms",
         "a kill noticed after, at most": f"{max(o.noticed_s for o in rounds):.2f} s",

@@ -106,10 +106,23 @@ class Round:
     load: float = 0.0  # of the machine, with all that runs there
     # The longest pause of each stream from that moment on, longest first.
     pauses_s: list[float] = field(default_factory=list)
-    # The longest pause of any stream before it: what the machine's load does alone.
+    # Of all streams: the longest time between two tokens around that moment, which has
+    # the wait before it; and before, so what the machine's load does alone.
+    around_s: float = 0.0
     before_s: float = 0.0
     gone_s: float = 0.0  # until the engine's process was gone
     tokens_at: list[list[float]] = field(default_factory=list)  # by stream
+
+    def measure(self, tokens_at: Sequence[Sequence[float]]) -> None:
+        """Find the pauses in the times of all streams' tokens."""
+        self.tokens_at = [[round(one, 4) for one in at] for at in tokens_at]
+        self.step_s = statistics.median(step_s(at) for at in tokens_at)
+        pauses = (pause_s(at, self.at) for at in tokens_at)
+        self.pauses_s = sorted(pauses, reverse=True)
+        pairs = [pair for at in tokens_at for pair in itertools.pairwise(at)]
+        spans = [(end, end - begin) for begin, end in pairs]
+        self.around_s = max((s for end, s in spans if end > self.at), default=0.0)
+        self.before_s = max((s for end, s in spans if end <= self.at), default=0.0)
 
     @property
     def bound(self) -> int:
@@ -189,12 +202,7 @@ class Arena:
         found.first_s /= max(1, after.firsts - before.firsts)
         answers = zip(streams, work.answers, strict=True)
         found.wrong = sum(one.tokens != answer for one, answer in answers) - found.lost
-        found.tokens_at = [[round(at, 4) for at in one.at] for one in streams]
-        found.step_s = statistics.median(step_s(one.at) for one in streams)
-        longest = (pause_s(one.at, found.at) for one in streams)
-        found.pauses_s = sorted(longest, reverse=True)
-        earlier = ([at for at in one.at if at < found.at] for one in streams)
-        found.before_s = max(pause_s(at, 0.0) for at in earlier)
+        found.measure([one.at for one in streams])
         return found
 
     def back(self) -> None:
@@ -300,6 +308,7 @@ def step_s(at: Sequence[float]) -> float:
 
 
 def pause_s(at: Sequence[float], since: float) -> float:
-    """The longest time between two tokens of a stream, from some moment on."""
+    """The longest time without a token of a stream, from some moment on."""
     pairs = itertools.pairwise(at)
-    return max((second - first for first, second in pairs if second > since), default=0)
+    pauses = (second - max(first, since) for first, second in pairs if second > since)
+    return max(pauses, default=0.0)

@@ -65,8 +65,13 @@ def test_streams_begin_somewhere_in_the_answers() -> None:
 
 
 def test_a_pause_counts_from_the_kill_on() -> None:
-    assert pause_s(AT[0], 0.5) == 1.0
+    assert pause_s(AT[0], 0.5) == 0.5
     assert pause_s(AT[0], 1.0) == pytest.approx(0.1)
+    found = round_of(at=0.25)
+    found.measure(AT)
+    assert found.pauses_s == pytest.approx([0.75, 0.05])
+    assert (found.around_s, found.before_s) == pytest.approx((1.0, 0.1))
+    assert found.step_s == pytest.approx(0.1)
     assert pause_s([], 0.0) == 0
 
 
@@ -85,7 +90,7 @@ def test_the_report(tmp_path: Path) -> None:
     assert "| tokens computed again, per stream | 200 |" in table
     assert "| rounds above a block and a step for each stream | 1 |" in table
     assert "| rounds with a pause above 10 steps and a second | 1 |" in table
-    assert "| longest pause of a stream | 2.10 s |" in table
+    assert "| longest pause from the kill on | 2.10 s |" in table
     assert "| a kill noticed after, at most | 0.25 s |" in table
     cost = Cost(4, Rates([96.0], [1.1]), Rates([100.0], [1.0]), Rates([98.0], [1.0]))
     said = program.cost_line(cost)
