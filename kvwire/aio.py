@@ -37,6 +37,8 @@ from kvwire.types import Deadline, Instant
 
 P = ParamSpec("P")
 T = TypeVar("T")
+running_loop: Final = asyncio._get_running_loop  # noqa: SLF001 - it never raises
+"""Returns the loop that runs in this thread; None if none runs, as after a fork."""
 # No thread has this number.
 FORKED: Final = -1
 _WAY_OUT: Final = (
@@ -398,10 +400,11 @@ class LoopThread:
 
     A call from another thread would interfere with the loop's current step, and the
     damage would look like the peer's fault, so the call is refused where it is made.
-    Code that runs for every message compares the integer ``ident`` itself; a fork
-    changes it.
+    Code that runs for every message calls :meth:`check` only if :func:`running_loop`
+    returns another loop.
 
     Attributes:
+        loop: The loop.
         ident: ``threading.get_ident()`` of its thread; ``FORKED`` in a child process.
     """
 
@@ -429,7 +432,7 @@ class LoopThread:
         """Refuse a call from any thread, loop or process but the object's own."""
         if self.ident == FORKED:
             self.check_process(call)
-        running = asyncio._get_running_loop()  # noqa: SLF001 - None where none runs
+        running = running_loop()
         if running is self.loop:
             self.ident = threading.get_ident()  # the loop may have moved
             return

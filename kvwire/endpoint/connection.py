@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, Unpack, overload
 
-from kvwire.aio import FORKED, AsyncWith, LoopThread, absolute
+from kvwire.aio import FORKED, AsyncWith, LoopThread, absolute, running_loop
 from kvwire.backend import Link, Payload
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
@@ -201,7 +200,7 @@ class Connection(AsyncWith):
             Cancelling the await does not stop the message. ``buffer`` must stay
             unchanged until ``await request.released()`` returns.
         """
-        if get_ident() != self._thread.ident:
+        if running_loop() is not self._thread.loop:
             self._thread.check("Connection.send")
         payload = as_payload(buffer, writable=False)
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
@@ -257,7 +256,7 @@ class Connection(AsyncWith):
             After a match it continues without the waiter, and ``into`` is in use until
             ``await request.released()`` returns.
         """
-        if get_ident() != self._thread.ident:
+        if running_loop() is not self._thread.loop:
             self._thread.check("Connection.recv")
         if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
             tag = checked_tag(tag)
@@ -322,7 +321,7 @@ class Connection(AsyncWith):
             Cancelling the await does not stop the write. ``buffer`` must stay unchanged
             until ``await request.released()`` returns.
         """
-        if get_ident() != self._thread.ident:
+        if running_loop() is not self._thread.loop:
             self._thread.check("Connection.put")
         payload = as_payload(buffer, writable=False)
         return self._one_sided(Request(self, _PUT, grant, payload, absolute(deadline)))
@@ -351,7 +350,7 @@ class Connection(AsyncWith):
             Cancelling the await does not stop the read. ``into`` is busy until
             ``await request.released()`` returns.
         """
-        if get_ident() != self._thread.ident:
+        if running_loop() is not self._thread.loop:
             self._thread.check("Connection.get")
         payload = as_payload(into, writable=True, what="into")
         return self._one_sided(Request(self, _GET, grant, payload, absolute(deadline)))

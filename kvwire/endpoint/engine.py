@@ -49,6 +49,10 @@ _CLOSE_SLACK_S: Final = 30.0
 class Engine:
     """Runs a communicator on its own thread; any thread may call it.
 
+    Once a send, recv, put or get has returned or raised, nothing touches its memory any
+    more, with two exceptions: a second interrupt is raised at once, and calls end with
+    the engine even if a transport has not released their memory (see :meth:`close`).
+
     Args:
         config: A Config, the path of a TOML file, or None for the environment alone.
         **arguments: Keys of Config that override ``config``.
@@ -305,6 +309,10 @@ class Engine:
         outcome, which threads waiting for it receive; other calls fail with
         :exc:`~kvwire.ClosedOK`. It may be called repeatedly and from several threads:
         each call returns once everything has ended. In a forked child it does nothing.
+
+        If a transport never releases memory, the calls that wait for this memory also
+        end after that time, with ClosedOK or with their interrupt. The transport may
+        then still use the memory: do not reuse it in this process.
 
         Raises:
             UsageError: From the engine's own thread.

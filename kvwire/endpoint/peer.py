@@ -17,7 +17,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any, Final, Unpack, overload
 
 from kvwire.aio import (
@@ -25,6 +24,7 @@ from kvwire.aio import (
     LoopThread,
     Upkeep,
     absolute,
+    running_loop,
     start_task,
     yields_before_raising,
 )
@@ -318,7 +318,7 @@ class Peer(Closing):
 
     def _usable(self, verb: str) -> Connection | None:
         """Return the connection on which a request can begin now, if there is one."""
-        if get_ident() != self._thread.ident:
+        if running_loop() is not self._thread.loop:
             self._thread.check(f"Peer.{verb}")
         return None if self._closed else self.connection
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from threading import get_ident
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.aio import Closing, LoopThread, absolute, start_task
+from kvwire.aio import Closing, LoopThread, absolute, running_loop, start_task
 from kvwire.endpoint.request import Request
 from kvwire.endpoint.window import as_cache
 from kvwire.endpoint.window_ask import ReadQueue
@@ -161,7 +160,7 @@ class RemoteWindow(Closing):
             ``await request.released()`` returns. Once there is an outcome they are
             free, unless the deadline has passed.
         """
-        if get_ident() != self._thread.ident:
+        if running_loop() is not self._thread.loop:
             self._thread.check("RemoteWindow.get")
         at = None if deadline is None else absolute(deadline)
         named = read_ticket(ticket)

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
-from threading import get_ident
 from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvwire.aio import LoopThread
+from kvwire.aio import LoopThread, running_loop
 from kvwire.backend import Payload
 from kvwire.errors import KVWireError
 from kvwire.memory.device.ops import Event
@@ -139,9 +138,7 @@ class Request(Coroutine[Any, Any, T], Generic[T]):
             assert owner is not None
             thread = owner._thread
             loop = thread.loop
-            # The thread's id is compared instead of the running loop, because Python
-            # 3.11 would then look up the process as well.
-            if get_ident() != thread.ident or not loop.is_running():
+            if running_loop() is not loop:
                 thread.check("await Request")
             if self._record is None:
                 owner._post(self)

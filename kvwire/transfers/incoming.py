@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Mapping
-from threading import get_ident
 from typing import Any, Final, Self
 
 import numpy as np
 
-from kvwire.aio import FORKED, AsyncWith
+from kvwire.aio import FORKED, AsyncWith, running_loop
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionClosed,
@@ -142,7 +141,7 @@ class Incoming(Transfer):
 
         Cancel safety: safe, it only watches.
         """
-        if get_ident() != self._thread.ident:
+        if running_loop() is not self._thread.loop:
             self._thread.check("Incoming.layer")
         try:
             if self.layer_landed(layer, group):

@@ -14,10 +14,9 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from threading import get_ident
 from typing import Any, Literal, NamedTuple
 
-from kvwire.aio import AsyncWith, LoopThread, absolute, seconds_of
+from kvwire.aio import AsyncWith, LoopThread, absolute, running_loop, seconds_of
 from kvwire.backend import Payload
 from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import (
@@ -278,7 +277,7 @@ class Transfer(AsyncWith):
 
         Cancel safety: safe, it only watches.
         """
-        if get_ident() != self._thread.ident:
+        if running_loop() is not self._thread.loop:
             self._thread.check(f"{type(self).__name__}.drained")
         if not self._is_drained:
             if self._free is None:

@@ -1,0 +1,205 @@
+"""Objects of one loop, called while another loop runs in the same thread."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+import pytest
+
+import kvwire
+from kvwire.store.request import StoreRequest
+from tests.support.caches import Filled, chain
+
+# Calls that may come from any thread and loop, that only look, or that a task makes.
+ANYWHERE: Final = {
+    kvwire.Window: {"offer", "withdraw"},
+    kvwire.RemoteWindow: {"ticket"},
+    kvwire.Request: {"done", "result", "send", "throw", "close"},
+    kvwire.Outgoing: {"done", "extend", "finish", "ready"},
+    kvwire.Incoming: {"done", "layer_landed"},
+    kvwire.BlockStore: {"open", "stats", "tenant_stats"},
+    StoreRequest: {"done"},
+}
+KV: Final = Filled().cache
+NAMES: Final = chain(1)
+HOST: Final = "127.0.0.1:0"
+
+
+class Objects:
+    """One object of each class, with what a call of it needs."""
+
+    def __init__(self) -> None:
+        self.made: dict[type, Any] = {}
+        self.grant: Any = None
+        self.ticket = b""
+        self._stack = AsyncExitStack()
+
+    async def make(self) -> None:
+        enter = self._stack.enter_async_context
+        a = await enter(kvwire.open(name="a"))
+        b = await enter(kvwire.open(name="b"))
+        address = await b.listen(HOST)
+        conn = await a.connect(address)
+        back = await b.accept()
+        region = b.register(bytearray(8), "readwrite")
+        self.grant = region.grant(back)
+        window = b.expose("w", Filled(seed=1).cache)
+        self.ticket = window.offer([1])
+        store = await enter(kvwire.BlockStore.open(["memory:1MiB"]))
+        for one in (
+            a,
+            conn,
+            a.peer(str(address)),
+            region,
+            window,
+            await conn.window("w"),
+            conn.recv(7),
+            a.publish("out", KV, [0]),
+            a.expect("in", KV, [1]),
+            store,
+            store.put(NAMES, KV, [2]),
+        ):
+            self.made[type(one)] = one
+
+    async def end(self) -> None:
+        await self._stack.aclose()
+
+
+CALLS: Final[dict[type, dict[str, Callable[[Any, Objects], Any]]]] = {
+    kvwire.Communicator: {
+        "abort": lambda o, _: o.abort(),
+        "accept": lambda o, _: o.accept(),
+        "announce": lambda o, _: o.announce(),
+        "close": lambda o, _: o.close(),
+        "connect": lambda o, _: o.connect(HOST),
+        "connections": lambda o, _: o.connections(),
+        "expect": lambda o, _: o.expect("x", KV, [3]),
+        "expose": lambda o, _: o.expose("x", KV),
+        "fired": lambda o, _: o.fired(None),
+        "listen": lambda o, _: o.listen(HOST),
+        "members": lambda o, _: o.members(),
+        "peer": lambda o, _: o.peer("127.0.0.1:1"),
+        "publish": lambda o, _: o.publish("x", KV, [3]),
+        "register": lambda o, _: o.register(bytearray(8)),
+        "snapshot": lambda o, _: o.snapshot(),
+        "transfers": lambda o, _: o.transfers(),
+        "withdraw": lambda o, _: o.withdraw(),
+    },
+    kvwire.Connection: {
+        "abort": lambda o, _: o.abort(),
+        "close": lambda o, _: o.close(),
+        "discard": lambda o, _: o.discard(1),
+        "get": lambda o, all_: o.get(all_.grant, bytearray(8)),
+        "pull": lambda o, _: o.pull("x", KV, [3]),
+        "push": lambda o, _: o.push("x", KV, [3]),
+        "put": lambda o, all_: o.put(bytes(8), all_.grant),
+        "recv": lambda o, _: o.recv(1),
+        "send": lambda o, _: o.send(1, b"small"),
+        "wait_closed": lambda o, _: o.wait_closed(),
+        "window": lambda o, _: o.window("w"),
+    },
+    kvwire.Peer: {
+        "close": lambda o, _: o.close(),
+        "connect": lambda o, _: o.connect(),
+        "get": lambda o, all_: o.get(all_.grant, bytearray(8)),
+        "pull": lambda o, _: o.pull("x", KV, [3]),
+        "push": lambda o, _: o.push("x", KV, [3]),
+        "put": lambda o, all_: o.put(bytes(8), all_.grant),
+        "recv": lambda o, _: o.recv(1),
+        "send": lambda o, _: o.send(1, b"small"),
+        "window": lambda o, _: o.window("w"),
+    },
+    kvwire.Region: {
+        "close": lambda o, _: o.close(),
+        "grant": lambda o, all_: o.grant(all_.made[kvwire.Connection]),
+        "revoke": lambda o, _: o.revoke(),
+    },
+    kvwire.Window: {"close": lambda o, _: o.close()},
+    kvwire.RemoteWindow: {
+        "close": lambda o, _: o.close(),
+        "get": lambda o, all_: o.get(all_.ticket, KV, [4]),
+    },
+    kvwire.Request: {
+        "cancel": lambda o, _: o.cancel(),
+        "released": lambda o, _: o.released(),
+        "await": lambda o, _: o,
+    },
+    kvwire.Outgoing: {
+        "abort": lambda o, _: o.abort(),
+        "drained": lambda o, _: o.drained(),
+        "renew_lease": lambda o, _: o.renew_lease(),
+        "await": lambda o, _: o,
+    },
+    kvwire.Incoming: {
+        "abort": lambda o, _: o.abort(),
+        "drained": lambda o, _: o.drained(),
+        "layer": lambda o, _: o.layer(0),
+        "layer_event": lambda o, _: o.layer_event(0),
+        "await": lambda o, _: o,
+    },
+    kvwire.BlockStore: {
+        "close": lambda o, _: o.close(),
+        "delete": lambda o, _: o.delete(NAMES, KV),
+        "delete_all": lambda o, _: o.delete_all(KV),
+        "demote": lambda o, _: o.demote(NAMES, KV),
+        "flush": lambda o, _: o.flush(),
+        "get": lambda o, _: o.get(NAMES, KV, [3]),
+        "locate": lambda o, _: o.locate(NAMES, KV),
+        "match": lambda o, _: o.match(NAMES, KV),
+        "move": lambda o, _: o.move(NAMES, KV, to="kvwire://127.0.0.1:1"),
+        "pin": lambda o, _: o.pin(NAMES, KV),
+        "prefetch": lambda o, _: o.prefetch(NAMES, KV),
+        "present": lambda o, _: o.present(NAMES, KV),
+        "put": lambda o, _: o.put(NAMES, KV, [3]),
+        "require_room": lambda o, _: o.require_room(KV),
+        "retain": lambda o, _: o.retain(NAMES, KV, priority=80),
+        "unpin": lambda o, _: o.unpin(NAMES, KV),
+    },
+    StoreRequest: {
+        "drained": lambda o, _: o.drained(),
+        "await": lambda o, _: o,
+    },
+}
+
+
+def test_every_public_call_is_listed() -> None:
+    for kind, calls in CALLS.items():
+        public = {
+            name
+            for name in dir(kind)
+            if not name.startswith("_") and callable(getattr(kind, name))
+        }
+        listed = calls.keys() - {"await"}
+        assert public == listed | ANYWHERE.get(kind, set()), kind
+
+
+def test_each_is_refused_while_another_loop_runs() -> None:
+    objects = Objects()
+
+    async def called(call: Callable[[Any, Objects], Any], one: Any) -> None:
+        made = call(one, objects)
+        if inspect.isawaitable(made):
+            await made
+
+    async def refused(call: Callable[[Any, Objects], Any], one: Any) -> str:
+        with pytest.raises(kvwire.UsageError) as raised:
+            await called(call, one)
+        return str(raised.value)
+
+    own = asyncio.new_event_loop()
+    other = asyncio.new_event_loop()
+    try:
+        own.run_until_complete(objects.make())
+        assert objects.made.keys() == CALLS.keys()
+        for kind, calls in CALLS.items():
+            for name, call in calls.items():
+                why = other.run_until_complete(refused(call, objects.made[kind]))
+                assert "the object belongs to another event loop" in why, (kind, name)
+    finally:
+        own.run_until_complete(objects.end())
+        own.close()
+        other.close()
