@@ -38,8 +38,6 @@ RegionId = NewType("RegionId", int)
 GrantId = NewType("GrantId", int)
 Generation = NewType("Generation", int)
 """Counts the uses of a region; a grant for an earlier use is stale."""
-Tag = NewType("Tag", int)
-"""Matches a message with its receiver: 0 to 2**64 - 1."""
 OneSidedWindows: TypeAlias = Literal["user", "peers", "off"]
 """The peers that may read this process's windows without its help."""
 

@@ -15,6 +15,7 @@ from kvwire.aio import FORKED, AsyncWith, LoopThread, absolute, running_loop
 from kvwire.backend import Link, Payload
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
+from kvwire.endpoint.arguments import TAG_MAX, check_grant, check_size, checked_tag
 from kvwire.endpoint.device_requests import DeviceRequests
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
@@ -29,10 +30,8 @@ from kvwire.errors import (
     ProfileMismatch,
     ProtocolError,
     RequestCancelled,
-    UsageError,
     WireCode,
     shown,
-    wrong_type,
 )
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.fragments import Fragments
@@ -69,7 +68,6 @@ from kvwire.types import (
     Grant,
     PeerInfo,
     TransportReport,
-    whole,
 )
 from kvwire.wire.control import AccessBody
 
@@ -77,7 +75,6 @@ if TYPE_CHECKING:
     from kvwire.endpoint.window import WindowTable
     from kvwire.transfers.registry import TransferServices
 
-_TAG_MAX: Final = 2**64 - 1
 _new: Final = object.__new__
 _SEND: Final = RequestKind.SEND
 _RECV: Final = RequestKind.RECV
@@ -203,7 +200,7 @@ class Connection(AsyncWith):
         if running_loop() is not self._thread.loop:
             self._thread.check("Connection.send")
         payload = as_payload(buffer, writable=False)
-        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
+        if type(tag) is not int or not 0 <= tag <= TAG_MAX:
             tag = checked_tag(tag)
         at = None if deadline is None else absolute(deadline)
         nbytes = payload.nbytes
@@ -258,7 +255,7 @@ class Connection(AsyncWith):
         """
         if running_loop() is not self._thread.loop:
             self._thread.check("Connection.recv")
-        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
+        if type(tag) is not int or not 0 <= tag <= TAG_MAX:
             tag = checked_tag(tag)
         at = None if deadline is None else absolute(deadline)
         payload = None
@@ -289,7 +286,7 @@ class Connection(AsyncWith):
             UsageError: The tag cannot be used, or a receive is waiting for it.
         """
         self._thread.check("Connection.discard")
-        if type(tag) is not int or not 0 <= tag <= _TAG_MAX:
+        if type(tag) is not int or not 0 <= tag <= TAG_MAX:
             tag = checked_tag(tag)
         dropped = self._core.messages.discard(tag)
         self._driver.run()
@@ -639,25 +636,10 @@ class Connection(AsyncWith):
 
     def _one_sided(self, request: Request[Any]) -> Request[Any]:
         """Start a put or get, after checking the connection and size of its grant."""
-        grant = request._what
         memory = request._memory
         assert memory is not None
-        nbytes = memory.nbytes
-        if not isinstance(grant, Grant):
-            raise wrong_type("grant", grant, "a kvwire.Grant of the peer")
-        if grant.connection != self._digest:
-            raise UsageError(
-                f"this grant was made for connection {grant.connection.hex()[:8]}, "
-                f"not for this one ({self._digest.hex()[:8]}): ask the peer for a new "
-                "grant"
-            )
-        if nbytes != grant.nbytes:
-            raise UsageError(
-                f"the buffer has {nbytes} bytes and the grant has {grant.nbytes}; "
-                "pass grant[a:b] of the same length"
-            )
-        check_size(nbytes)
-        if nbytes:
+        check_grant(request._what, memory.nbytes, self._digest)
+        if memory.nbytes:
             return self._post(request)
         request._complete(0, None)
         return request
@@ -766,33 +748,3 @@ class Connection(AsyncWith):
         assert isinstance(held, memoryview)
         assert isinstance(held.obj, bytearray)
         return held.obj
-
-
-def driver_of(connection: Connection) -> ConnectionDriver:
-    """Return the driver of a connection's link and core; for rooms above, and tests."""
-    return connection._driver
-
-
-def checked_tag(tag: Any) -> int:
-    """Return a tag as a plain int.
-
-    Raises:
-        UsageError: The tag is not an integer, or is out of range.
-    """
-    number = whole(tag)
-    if number is None or not 0 <= number <= _TAG_MAX:
-        raise UsageError(f"tag={tag!r:.80}: pass an integer from 0 to 2**64 - 1")
-    return number
-
-
-def check_size(nbytes: int) -> None:
-    """Refuse memory of more bytes than one request may move.
-
-    Raises:
-        UsageError: It has more.
-    """
-    if nbytes > REQUEST_BYTES_MAX:
-        raise UsageError(
-            f"{nbytes} bytes are too many for one request; the limit is "
-            f"{REQUEST_BYTES_MAX}"
-        )

@@ -30,7 +30,8 @@ from kvwire.aio import (
 )
 from kvwire.backend import Payload
 from kvwire.directory import Change, ChangeKind, Record, Selector
-from kvwire.endpoint.connection import Connection, check_size, checked_tag
+from kvwire.endpoint.arguments import check_size, checked_tag
+from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.limits import PEER_ATTEMPTS_MAX, PEER_REDIAL_S_MAX, REDIAL_S
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.membership import Membership

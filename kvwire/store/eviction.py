@@ -22,15 +22,13 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids
-
-Key: TypeAlias = bytes
-Keys: TypeAlias = npt.NDArray[np.object_]
+from kvwire.store.keys import Key, Keys
 
 # As in the paper: the small queue is a tenth, and uses beyond three do not count.
 _SMALL_SHARE: Final = 10

@@ -13,17 +13,10 @@ import numpy.typing as npt
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Array, Fragments
-from kvwire.store.eviction import Keys
 from kvwire.store.images import images_at
+from kvwire.store.keys import NO_SLOT, Keys, Orders
 from kvwire.store.namespace import ABSENT
-from kvwire.store.shared_index import (
-    NO_SLOT,
-    NOTHING,
-    FoundSlots,
-    IndexReader,
-    Orders,
-    words_for,
-)
+from kvwire.store.shared_index import NOTHING, FoundSlots, IndexReader, words_for
 from kvwire.store.tiers.slabs import rounded, stride_of
 
 

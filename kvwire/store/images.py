@@ -11,7 +11,7 @@ import xxhash
 
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.memory.copy import copy
-from kvwire.store.index import Keys, Orders
+from kvwire.store.keys import Keys, Orders
 
 Sums = npt.NDArray[np.uint64]
 

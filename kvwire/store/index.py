@@ -38,13 +38,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial
 from itertools import chain, repeat
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
-from kvwire.store.eviction import EVICTIONS, EvictionQueue, Key, Keys, SlotState, each
+from kvwire.store.eviction import EVICTIONS, EvictionQueue, SlotState, each
+from kvwire.store.keys import NO_SLOT, IndexedSlots, Key, Keys, Orders, Times, as_keys
 from kvwire.store.placement import (
     PRIORITY,
     BlockState,
@@ -54,13 +55,9 @@ from kvwire.store.placement import (
     VerbKind,
 )
 from kvwire.store.protections import KEPT, RETAINED, Protections
-from kvwire.store.shared_index import NO_SLOT, Orders, SharedIndex
+from kvwire.store.shared_index import SharedIndex
 from kvwire.store.tenants import Shares
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
-
-__all__ = ["NO_SLOT", "Index", "IndexedSlots", "Key", "Keys", "Orders"]
-
-Times: TypeAlias = npt.NDArray[np.float64]
 
 # Of the same type as pins: NumPy casts other types in each call, which takes 5 times as
 # long and lets another thread take the GIL.
@@ -78,27 +75,6 @@ _BOUND: Final = "its tenant may pin and retain no more here"
 
 # There are few block sizes, and it is called for each block.
 _size: Final = lru_cache(1024)(rounded)
-
-
-def as_keys(keys: Iterable[Key]) -> Keys:
-    """Return the keys as an array, which can be indexed with an array."""
-    return np.array(list(keys), np.object_)
-
-
-def once(keys: Keys) -> Bits:
-    """Return for each key whether it is its first occurrence."""
-    listed = keys.tolist()
-    places = dict(zip(reversed(listed), range(keys.size)[::-1], strict=True))
-    first: npt.NDArray[np.bool_] = np.zeros(keys.size, np.bool_)
-    first[list(places.values())] = True
-    return first
-
-
-class IndexedSlots(NamedTuple):
-    """Blocks and their slots."""
-
-    keys: Keys
-    slots: Ids
 
 
 class Index:

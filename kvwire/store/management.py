@@ -15,7 +15,7 @@ from kvwire.aio import (
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Keys
+from kvwire.store.keys import Keys
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.group_request import Hashes, by_group, keys_of
 from kvwire.store.operations.verbs import carry_out

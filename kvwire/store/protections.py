@@ -10,7 +10,8 @@ from typing import Final
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.store.eviction import Key, Keys, each
+from kvwire.store.eviction import each
+from kvwire.store.keys import Key, Keys
 
 KEPT: Final = 0
 RETAINED: Final = 1

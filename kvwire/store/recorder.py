@@ -23,7 +23,7 @@ import numpy as np
 from kvwire.errors import UsageError, sayable, with_remedy
 from kvwire.kv.blocks import Ids
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Keys
+from kvwire.store.keys import Keys
 from kvwire.store.limits import STORE_RECORD_BYTES, STORE_RECORD_CHAINS
 from kvwire.store.namespace import DIGEST_BYTES, Namespace
 from kvwire.store.trace import TraceLine, TraceOp, encode_line

@@ -25,7 +25,8 @@ from kvwire.kv.spec import KVSpec
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
-from kvwire.store.index import Index, Keys, Orders
+from kvwire.store.index import Index
+from kvwire.store.keys import Keys, Orders
 from kvwire.store.limits import STORE_NAMESPACES_MAX
 from kvwire.store.namespace import DIGEST_BYTES, Namespace
 from kvwire.store.operations.base import Operation

@@ -41,7 +41,7 @@ overwritten.
 from __future__ import annotations
 
 import threading
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,12 +51,8 @@ from kvwire.errors import BackendUnavailable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Array
 from kvwire.memory.generations import Generations, require_order, same_compiled
-from kvwire.store.eviction import Keys
+from kvwire.store.keys import NO_SLOT, Keys, Orders
 
-Orders: TypeAlias = npt.NDArray[np.uint8]
-"""The order of each image; see :mod:`kvwire.store.namespace`."""
-NO_SLOT: Final = -1
-"""Stands for a slot: the block is not there."""
 WAYS: Final = 8
 """Entries per bucket: a bucket's tags fill one cache line."""
 HEAD_WORDS: Final = 8

@@ -6,7 +6,7 @@ itself exports.
 
 from kvwire.store.address import TierAddress
 from kvwire.store.images import images_in, views_of
-from kvwire.store.index import Key, Keys, Orders, as_keys
+from kvwire.store.keys import Key, Keys, Orders, as_keys
 from kvwire.store.namespace import ABSENT, ORDERS, UNKNOWN, Namespace
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire.store.tiers.object_format import HEAD_BYTES, packed

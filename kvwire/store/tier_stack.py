@@ -13,7 +13,8 @@ from kvwire.aio import gather_all
 from kvwire.errors import UsageError, shown
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import Index, IndexedSlots, Keys, Orders
+from kvwire.store.index import Index
+from kvwire.store.keys import IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.placement import (
     BlockState,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from kvwire.kv.fragments import Fragments
-from kvwire.store.index import Keys, Orders
+from kvwire.store.keys import Keys, Orders
 from kvwire.store.namespace import ABSENT, Namespace
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults, Tier, TierStats
 

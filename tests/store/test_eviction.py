@@ -8,14 +8,8 @@ import numpy as np
 import pytest
 
 from kvwire.kv.blocks import Ids
-from kvwire.store.eviction import (
-    EVICTIONS,
-    EvictionQueue,
-    Keys,
-    LruQueue,
-    SlotState,
-)
-from kvwire.store.index import as_keys
+from kvwire.store.eviction import EVICTIONS, EvictionQueue, LruQueue, SlotState
+from kvwire.store.keys import Keys, as_keys
 from tests.store.traces import agents, hit_share, main
 
 

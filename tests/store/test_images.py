@@ -19,7 +19,7 @@ from kvwire.store.images import (
     payload_of,
     views_of,
 )
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 
 
 def test_images_side_by_side_are_one_view() -> None:

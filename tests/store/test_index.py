@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 
 from kvwire.kv.blocks import Ids
 from kvwire.store.eviction import EVICTIONS
-from kvwire.store.index import NO_SLOT, Index, Keys, as_keys, once
+from kvwire.store.index import Index
+from kvwire.store.keys import NO_SLOT, Keys, as_keys, once
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.support.depth import examples
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvwire import BlockStore, UsageError
 from kvwire.kv.blocks import Ids
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.base import Batch, BlockResults

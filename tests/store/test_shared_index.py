@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from kvwire.memory.generations import Generations
-from kvwire.store.index import as_keys
+from kvwire.store.keys import NO_SLOT, as_keys
 from kvwire.store.shared_index import (
     HEAD_WORDS,
-    NO_SLOT,
     WAYS,
     FoundSlots,
     IndexReader,

@@ -17,7 +17,7 @@ from kvwire import BlockStore, Outcome, PagedCache
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.copy import copy as plain_copy
-from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.keys import Keys, Orders, as_keys
 from kvwire.store.request import StoreRequest
 from tests.store.contract import NAMESPACE
 from tests.store.fakes import FakeTier

@@ -9,7 +9,8 @@ import pytest
 
 from kvwire import UsageError
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.store.index import NO_SLOT, Index, as_keys
+from kvwire.store.index import Index
+from kvwire.store.keys import NO_SLOT, as_keys
 from kvwire.store.limits import STORE_TENANTS_MAX
 from kvwire.store.placement import Verb, VerbKind
 from kvwire.store.tenants import Shares, Tenant, Tenants

@@ -13,7 +13,8 @@ import pytest
 
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
-from kvwire.store.index import Index, Keys, as_keys
+from kvwire.store.index import Index
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
 from kvwire.store.threads import Threads
 from kvwire.store.tier_stack import TierStack

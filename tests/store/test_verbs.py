@@ -12,7 +12,7 @@ import pytest
 
 from kvwire import BlockState, BlockStore, Placement, UsageError
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.placement import Placing, Verb, VerbKind, all_placed
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults

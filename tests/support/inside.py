@@ -18,7 +18,6 @@ from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.communicator import services_of
-from kvwire.endpoint.connection import driver_of
 from kvwire.endpoint.links import Driver, Links
 from kvwire.kv.plan import Segment
 from kvwire.proto.connection import ConnectionCore
@@ -83,7 +82,7 @@ def core(of: kvwire.Connection) -> ConnectionCore:
 
 def driver(of: kvwire.Connection) -> ConnectionDriver:
     """What moves bytes for the core."""
-    return driver_of(of)
+    return of._driver
 
 
 def lanes(of: kvwire.Connection) -> LaneSet:

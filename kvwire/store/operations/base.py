@@ -23,7 +23,7 @@ from kvwire.kv.plan import PlanSide, PlanTemplate, TransferPlan
 from kvwire.memory.copy import copy
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import Orders
+from kvwire.store.keys import Orders
 from kvwire.store.limits import STORE_BATCH_BYTES
 from kvwire.store.operations.group_request import BlockRequest
 from kvwire.store.placement import BlockState, Placement, Placing

@@ -13,7 +13,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.kv.plan import PlanSide
 from kvwire.store.counters import StoreCounters
 from kvwire.store.host_blocks import HostBlocks
-from kvwire.store.index import Keys, as_keys, once
+from kvwire.store.keys import Keys, as_keys, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire.store.operations.base import Operation
 from kvwire.store.operations.group_request import BlockRequest

@@ -19,7 +19,7 @@ from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.mapping import GroupMap, Steps
 from kvwire.kv.paged import CacheGroup, PagedCache, computed_once
-from kvwire.store.index import Keys, Orders
+from kvwire.store.keys import Keys, Orders
 from kvwire.store.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.namespace import ABSENT, ORDERS, Namespace, order_of
 

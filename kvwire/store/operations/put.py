@@ -10,7 +10,7 @@ import numpy as np
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.plan import PlanSide
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import NO_SLOT, once
+from kvwire.store.keys import NO_SLOT, once
 from kvwire.store.limits import STORE_UNASKED_BYTES
 from kvwire.store.operations.base import Operation
 from kvwire.store.tier_stack import UNSAID, TierStack

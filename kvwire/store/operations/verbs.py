@@ -19,7 +19,7 @@ import numpy as np
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import Keys, Orders, once
+from kvwire.store.keys import Keys, Orders, once
 from kvwire.store.limits import STORE_BATCH_BYTES
 from kvwire.store.namespace import Namespace
 from kvwire.store.operations.get import GetOperation

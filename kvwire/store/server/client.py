@@ -32,7 +32,7 @@ from kvwire.errors import (
     error_text,
 )
 from kvwire.store.host_blocks import HostBlocks
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 from kvwire.store.limits import (
     STORE_GRACE_S,
     STORE_REDIAL_S,

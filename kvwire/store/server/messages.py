@@ -42,7 +42,7 @@ from kvwire.kv.blocks import all_of
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import NAME_CHARS_MAX, REASON_CHARS_MAX, REQUEST_BYTES_MAX
 from kvwire.store.counters import StoreCounters
-from kvwire.store.index import Keys, Orders, as_keys
+from kvwire.store.keys import Keys, Orders, as_keys
 from kvwire.store.limits import (
     STORE_BERTHS_MAX,
     STORE_CLIENTS_MAX,

@@ -40,7 +40,7 @@ from kvwire.kv.fragments import Fragments
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.store.cleanup import drain_or_abort
 from kvwire.store.images import images_in, line_of, payload_of
-from kvwire.store.index import NO_SLOT, Keys, Orders, once
+from kvwire.store.keys import NO_SLOT, Keys, Orders, once
 from kvwire.store.limits import (
     STORE_INLINE_BYTES,
     STORE_NAMESPACES_MAX,

@@ -63,7 +63,8 @@ from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import each
 from kvwire.store.host_blocks import HostBlocks
-from kvwire.store.index import Index, Key, Keys, Orders, Times, as_keys
+from kvwire.store.index import Index
+from kvwire.store.keys import Key, Keys, Orders, Times, as_keys
 from kvwire.store.limits import (
     STORE_LOG_AGAIN_S,
     STORE_TIER_BYTES_MAX,

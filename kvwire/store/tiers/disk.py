@@ -37,7 +37,8 @@ from kvwire.limits import KIB
 from kvwire.store.address import TierAddress
 from kvwire.store.eviction import EVICTIONS
 from kvwire.store.images import Sums, image_sums, images_in, named_sums, views_of
-from kvwire.store.index import Index, Keys, Orders, once
+from kvwire.store.index import Index
+from kvwire.store.keys import Keys, Orders, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
 from kvwire.store.placement import (
     BlockState,

@@ -27,7 +27,7 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.store.images import Sums
-from kvwire.store.index import Keys, Orders, Times, as_keys
+from kvwire.store.keys import Keys, Orders, Times, as_keys
 from kvwire.store.limits import (
     STORE_HASH_BYTES_MAX,
     STORE_NAMESPACES_MAX,

@@ -37,7 +37,8 @@ from kvwire.kv.fragments import Array, Fragments
 from kvwire.memory.arena import Arena
 from kvwire.memory.generations import Generations
 from kvwire.store.images import line_of, rows
-from kvwire.store.index import Index, IndexedSlots, Key, Keys, as_keys, once
+from kvwire.store.index import Index
+from kvwire.store.keys import IndexedSlots, Key, Keys, as_keys, once
 from kvwire.store.limits import (
     STORE_BATCH_BYTES,
     STORE_HEADROOM_BYTES,

@@ -33,7 +33,7 @@ from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire.limits import MIB
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Keys
+from kvwire.store.keys import Keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.base import (
     FAILED,

@@ -33,7 +33,7 @@ from kvwire.errors import UsageError, drop_frames
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Key, Keys
+from kvwire.store.keys import Key, Keys
 from kvwire.store.limits import (
     STORE_OBJECT_PART_BYTES,
     STORE_OBJECT_PARTS,

@@ -19,7 +19,7 @@ import xxhash
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.copy import copy
 from kvwire.store.images import image_sums
-from kvwire.store.index import Key
+from kvwire.store.keys import Key
 from kvwire.store.limits import STORE_HASH_BYTES_MAX
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS
 from kvwire.store.tiers.base import Batch, BlockResult, BlockResults

@@ -34,7 +34,7 @@ from kvwire.errors import UsageError, error_text, printable
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Keys
+from kvwire.store.keys import Keys
 from kvwire.store.limits import STORE_PIPELINE_BYTES, STORE_TTL_S_MAX
 from kvwire.store.tiers.base import (
     DAMAGED,

@@ -27,7 +27,7 @@ from kvwire.memory.copy import copy
 from kvwire.store.address import TierAddress
 from kvwire.store.cleanup import drain_or_abort
 from kvwire.store.images import line_of, payload_of
-from kvwire.store.index import Keys, Orders
+from kvwire.store.keys import Keys, Orders
 from kvwire.store.limits import (
     STORE_INLINE_BYTES,
     STORE_KEYS_MAX,

@@ -34,7 +34,7 @@ from kvwire.directory.registry import open_directory
 from kvwire.errors import KVWireError, UsageError, error_text, without_password
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Keys, Orders
+from kvwire.store.keys import Keys, Orders
 from kvwire.store.limits import (
     STORE_NODE_TIMEOUT_S,
     STORE_NODES_MAX,

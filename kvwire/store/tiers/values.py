@@ -28,7 +28,7 @@ from kvwire.aio import Upkeep, run_to_completion
 from kvwire.errors import UsageError, error_text, printable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Key, Keys, Orders
+from kvwire.store.keys import Key, Keys, Orders
 from kvwire.store.limits import (
     STORE_NODE_TIMEOUT_S,
     STORE_OBJECT_ABSENT_S,

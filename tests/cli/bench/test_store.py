@@ -31,7 +31,8 @@ from kvwire.cli.bench.store import (
 )
 from kvwire.kv.blocks import Ids
 from kvwire.limits import MIB
-from kvwire.store.index import Index, Keys
+from kvwire.store.index import Index
+from kvwire.store.keys import Keys
 from tests.support import inside
 
 

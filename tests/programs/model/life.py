@@ -12,7 +12,7 @@ import numpy as np
 import kvwire.store.tiers.disk
 from kvwire.kv.blocks import Bits
 from kvwire.store.address import TierAddress
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 from kvwire.store.namespace import ABSENT
 from kvwire.store.placement import VerbKind
 from kvwire.store.store import BlockStore

@@ -21,7 +21,7 @@ import numpy as np
 from kvwire import BlockState, BlockStore, Placement, UsageError
 from kvwire.aio import gather_all
 from kvwire.kv.blocks import Bits
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.placement import all_placed
 from kvwire.store.tiers.sharded import placed, seed_of

@@ -33,7 +33,7 @@ from kvwire import BlockStore, StoreServer
 from kvwire.kv.blocks import Bits
 from kvwire.kv.hashing import HashScheme
 from kvwire.observe.http import MetricsServer
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.order import described
 from kvwire.store.server.orders import StoreOrders
 from tests.programs.failover.arena import BLOCK_TOKENS, connector

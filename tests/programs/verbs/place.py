@@ -23,7 +23,8 @@ from kvwire.aio import run_to_completion
 from kvwire.directory import Record, Selector
 from kvwire.kv.blocks import Bits
 from kvwire.store.address import TierAddress
-from kvwire.store.index import Index, Keys
+from kvwire.store.index import Index
+from kvwire.store.keys import Keys
 from kvwire.store.server.server import served_by
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.disk import DiskTier

@@ -10,7 +10,7 @@ import pytest
 
 from kvwire import ConnectionClosed
 from kvwire.limits import MIB
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 from kvwire.store.limits import STORE_REQUESTS_MAX
 from kvwire.store.namespace import Namespace
 from kvwire.store.server import client_memory, messages

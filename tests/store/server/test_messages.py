@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvwire import UsageError
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 from kvwire.store.limits import (
     STORE_HASH_BYTES_MAX,
     STORE_KEYS_MAX,

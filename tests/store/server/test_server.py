@@ -16,7 +16,7 @@ import kvwire
 import kvwire.store.server.session
 from kvwire import BlockStore, Communicator, Connection, StoreServer, UsageError, limits
 from kvwire.security.keys import write_key_file
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 from kvwire.store.limits import (
     STORE_INLINE_BYTES,
     STORE_KEYS_MAX,

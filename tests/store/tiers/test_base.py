@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.store.images import images_in
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 from kvwire.store.limits import STORE_LOG_AGAIN_S
 from kvwire.store.tiers import base
 from kvwire.store.tiers.base import Batch, BlockResult, TierStats

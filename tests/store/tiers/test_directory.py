@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvwire import UsageError
 from kvwire.limits import KIB
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.directory import File, TierDirectory, Views
 from kvwire.store.tiers.disk_index import DiskRows

@@ -19,7 +19,7 @@ import pytest
 from kvwire import BlockStore, KVSpec, UsageError
 from kvwire.store.address import TierAddress
 from kvwire.store.images import image_sums, images_in
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.namespace import ABSENT, Namespace, namespace_of
 from kvwire.store.tiers.base import Batch, BlockResult
 from kvwire.store.tiers.directory import File

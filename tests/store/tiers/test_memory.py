@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from kvwire import BlockStore
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB, MIB
-from kvwire.store.index import Index, IndexedSlots, Keys, as_keys
+from kvwire.store.index import Index
+from kvwire.store.keys import IndexedSlots, Keys, as_keys
 from kvwire.store.tiers.memory import InFlightFills, MemoryTier
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.support import inside

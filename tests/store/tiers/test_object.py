@@ -23,7 +23,7 @@ from kvwire import BackendUnavailable, BlockStore, UsageError
 from kvwire.aio import Upkeep
 from kvwire.extras import install_command
 from kvwire.store.images import images_in
-from kvwire.store.index import as_keys
+from kvwire.store.keys import as_keys
 from kvwire.store.namespace import ABSENT
 from kvwire.store.tiers import object as object_module
 from kvwire.store.tiers.base import Batch

@@ -15,7 +15,7 @@ import pytest
 
 import kvwire
 from kvwire import BlockStore, KVSpec, StoreServer, UsageError
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.limits import STORE_UNASKED_BYTES
 from kvwire.store.server import messages
 from kvwire.store.tiers.remote import RemoteTier

@@ -12,7 +12,7 @@ import pytest
 
 from kvwire import BlockStore, StoreServer, UsageError
 from kvwire.directory.file import FileDirectory
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.tiers.sharded import ShardedTier, placed, seed_of
 from tests.store.contract import tier_of
 from tests.store.server_child import serving

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvwire.store.images import images_in
-from kvwire.store.index import Keys, as_keys
+from kvwire.store.keys import Keys, as_keys
 from kvwire.store.namespace import ABSENT, UNKNOWN
 from kvwire.store.tiers.base import Batch, BlockResult
 from tests.store.contract import NAMESPACE
