@@ -105,7 +105,7 @@ def _number(value: object) -> float:
 async def at_most(
     timeout_s: float, coroutines: Iterable[Coroutine[Any, Any, None]]
 ) -> None:
-    """Run coroutines side by side, and cancel those that exceed the time limit.
+    """Run coroutines side by side, and cancel the ones that exceed the time limit.
 
     Cancel safety: all of them are cancelled as well.
     """
@@ -504,7 +504,7 @@ class Closing(AsyncWith):
     _thread: LoopThread
 
     async def close(self) -> None:
-        """Release what it holds, as the subclass describes.
+        """Release its resources, as the subclass describes.
 
         Cancel safety: as the subclass describes.
         """

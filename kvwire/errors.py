@@ -251,7 +251,7 @@ class StaleRegion(RequestError):
 
 
 class IntegrityError(RequestError):
-    """The bytes that arrived differ from those that were sent."""
+    """The received bytes differ from the sent ones."""
 
     code = WireCode.INTEGRITY
 

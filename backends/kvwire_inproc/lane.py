@@ -93,7 +93,8 @@ class InprocLane(Lane, LinkHandler):
     def receive(self, descriptor: bytes, landing: Landing) -> None:
         if len(descriptor) != _NUMBER_BYTES:
             raise MalformedFrame(
-                "KVW-LN-07", f"a descriptor of {len(descriptor)} bytes"
+                "KVW-LN-07",
+                f"a descriptor has {len(descriptor)} bytes instead of {_NUMBER_BYTES}",
             )
         if not self._ended:
             self._awaited.append((descriptor, landing))  # bounded: LANE_PAYLOADS_MAX

@@ -96,7 +96,7 @@ class PeerMemory:
         return self._arenas[number]
 
     def close(self) -> None:
-        """Drop the peer's arenas, and unmap those that no window uses."""
+        """Drop the peer's arenas, and unmap the ones that no window uses."""
         self._arenas = []
 
 

@@ -210,7 +210,11 @@ class OpenedWindows:
             ProtocolError: A correct lane would not send it.
         """
         if len(body) < _HEAD.size:
-            raise ProtocolError(RULE, f"local: a window's record has {len(body)} bytes")
+            raise ProtocolError(
+                RULE,
+                f"local: a window's record has {len(body)} bytes; it needs at least "
+                f"{_HEAD.size}",
+            )
         number, code = _HEAD.unpack_from(body)
         kind = _KINDS.get(code)
         if number != self._count or kind is None or len(self._ways) >= WINDOWS_MAX:

@@ -40,7 +40,7 @@ PART_BYTES: Final = 4 * MIB
 
 @final
 class WindowLanding(Landing):
-    """The landing of a batch's generations, which are read last."""
+    """The arrival of a batch's generations, which are read after its blocks."""
 
     __slots__ = ("batch", "future", "good", "looks", "window")
 

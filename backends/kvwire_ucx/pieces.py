@@ -59,16 +59,18 @@ def descriptor(first: int, lengths: list[int]) -> bytes:
 
 
 def read_descriptor(data: bytes, nbytes: int) -> tuple[int, list[int]]:
-    """Read such a descriptor: the first message's number, and the lengths or [].
+    """Return the number of a payload's first message, and the lengths of its pieces.
+
+    The lengths are empty for a contiguous payload.
 
     Raises:
-        MalformedFrame: A correct lane would not make it.
+        MalformedFrame: The descriptor was not made by a correct lane.
     """
     count, rest = divmod(len(data), _NUMBER.size)
     if rest or not 1 <= count <= PIECES_MAX + 1 or count == 2:
-        raise MalformedFrame(RULE, f"ucx: a descriptor of {len(data)} bytes")
+        raise MalformedFrame(RULE, f"ucx: a descriptor has {len(data)} bytes")
     first, *lengths = (number for (number,) in _NUMBER.iter_unpack(data))
     if lengths and (0 in lengths or sum(lengths) != nbytes):
-        text = f"ucx: a descriptor of {sum(lengths)} bytes for {nbytes}"
+        text = f"ucx: pieces of {sum(lengths)} bytes for a payload of {nbytes}"
         raise MalformedFrame(RULE, text)
     return first, lengths

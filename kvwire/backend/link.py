@@ -131,7 +131,7 @@ class TlsFiles(Protocol):
 
 
 class LinkHandler(ABC):
-    """Receives the events of a link, and knows what its frames mean.
+    """Receives the events of a link, and understands its frames.
 
     Implemented by kvwire.
     """

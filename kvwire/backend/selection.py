@@ -223,6 +223,6 @@ def _why_not(name: str) -> str:
 
 
 def crosses_hosts(backend: Backend) -> bool:
-    """Return whether other hosts may reach a backend's addresses: it needs a key."""
+    """Return whether other hosts may reach a backend, which then needs a key."""
     capabilities = backend.capabilities
     return not (capabilities.same_process or capabilities.same_host)

@@ -121,7 +121,7 @@ class RedisClient:
     def keys_at(
         self, names: Collection[str], prefix: str
     ) -> dict[str, tuple[Any, str]]:
-        """Return those cluster nodes that have slots, each with one of its keys."""
+        """Return the cluster nodes that have slots, each with one of its keys."""
         found: dict[str, tuple[Any, str]] = {}
         if not names or isinstance(self.commands, Redis):
             return found

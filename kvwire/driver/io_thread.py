@@ -417,7 +417,7 @@ def _where(thread: threading.Thread) -> str:
 
 
 def bind_thread(cpus: Collection[int]) -> None:
-    """Restrict the calling thread, and those it starts, to these CPUs."""
+    """Restrict the calling thread, and the threads it starts, to these CPUs."""
     if not cpus:
         return
     if sys.platform != "linux":

@@ -1,8 +1,8 @@
-"""What an engine hands to threads: connections, peers, memory and transfers.
+"""The objects of an engine: connections, peers, memory and transfers, for threads.
 
-Each object wraps the one of the engine's loop that its name says, and keeps its engine
-alive. Calls that would be awaited block the calling thread; they may be made from any
-thread but the engine's own.
+Each wraps an object of the engine's loop (``EnginePeer`` a ``Peer``), and keeps its
+engine alive. Calls that are coroutines there block the calling thread here; any thread
+but the engine's own may make them.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class _EngineVerbs(Generic[V]):
         return self._verbs._services.devices
 
     def _queued(self, memory: Memory) -> Event | None:
-        """Return an event behind what this thread has queued on the memory's device."""
+        """Return an event behind the work that this thread has queued on a device."""
         payload = as_payload(memory, writable=False)
         if isinstance(payload, Fragments) and payload.device is not None:
             return self._devices.recorded(payload.device)

@@ -127,7 +127,7 @@ class Membership:
                 if change.kind is ChangeKind.LEFT:
                     self.members.pop(change.record.key, None)
                 else:
-                    # bounded: MEMBERS_MAX, by what is watched
+                    # bounded: MEMBERS_MAX, by the directory
                     self.members[change.record.key] = change.record
                 for listener in tuple(self._listeners):
                     listener(change)

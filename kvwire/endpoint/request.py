@@ -261,7 +261,7 @@ class RequestOwner(Protocol):
         """The loop and thread on which its requests may be awaited."""
 
     def _describe(self, request: Request[Any]) -> str:
-        """Describe an unfinished request, and what it waits for."""
+        """Describe an unfinished request, with the reason for its wait."""
 
     def _cancel(self, request: Request[Any]) -> None:
         """End a request that is not complete."""

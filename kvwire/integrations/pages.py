@@ -87,7 +87,7 @@ class PageStore:
     ) -> Future[list[bool]]:
         """Store pages.
 
-        Returns a future that says for each page whether it was stored. Once it is done,
+        Returns a future: for each page, whether it was stored. Once the future is done,
         nothing reads the caller's memory any more.
         """
         put = self._store.put

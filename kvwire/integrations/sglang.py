@@ -180,7 +180,7 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         return PoolTransferResult(max(restorable, default=0), hits, restorable)
 
     def clear(self) -> bool:
-        """Delete this model's pages, also those that other engines stored."""
+        """Delete this model's pages, also the ones that other engines stored."""
         assert self._store is not None
         for pool in self._pools.values():
             self._store.delete_all(_page(self._store, pool.nbytes)).result()

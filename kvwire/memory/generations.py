@@ -203,7 +203,7 @@ class Generations:
         return fresh
 
     def _fence(self) -> None:
-        """Execute a locked instruction, across which no memory access is moved."""
+        """Execute a locked instruction: no CPU moves a memory access across it."""
         with self._lock:
             pass
 

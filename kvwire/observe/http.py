@@ -35,7 +35,7 @@ LOOP_TURN_S: Final = 0.5
 
 
 class ServerOrders(Orders, Protocol):
-    """Executes the orders of a server's clients, and decides what each may see."""
+    """Executes the orders of a server's clients, and decides what they may read."""
 
     def reader(self, headers: Mapping[str, str], client: HttpClient) -> str:
         """Return the tenant that sent a request, or "" for the operator; on a thread.
@@ -62,7 +62,7 @@ class MetricsServer:
 
     Attributes:
         url: The URL of ``/metrics``, with the real port.
-        orders: Answers POST; None if nothing does, and then nobody may read the page.
+        orders: Answers POST; None if POST is refused, and the page too.
 
     Raises:
         ListenError: It cannot listen there.

@@ -152,9 +152,9 @@ class Wait(msgspec.Struct, frozen=True):
     Attributes:
         who: The party that waits.
         on: The party or thing that it waits for.
-        what: What is delayed, such as a transfer.
+        what: The delayed work, such as a transfer.
         age_s: For how many seconds; None if unknown.
-        why: What has to happen next, as text.
+        why: The event that has to happen next, as text.
         alarm: Whether it may wait for ever.
     """
 
@@ -167,7 +167,7 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 def waits_table(waits: Iterable[Wait]) -> TopTable:
-    """Return a table of who waits for whom and why: one row per pair, longest first."""
+    """Return a table of waits with their reasons: a row per pair, longest first."""
     groups: dict[tuple[str, str], list[Wait]] = {}
     for one in waits:
         groups.setdefault((one.who, one.on), []).append(one)
@@ -447,8 +447,8 @@ def store_view(
     """Return the view of a served store.
 
     Args:
-        report: What the reader may see of the server.
-        found: The server's process; nothing for a tenant, who may not see it.
+        report: The server's numbers, as far as the reader may see them.
+        found: The server's process; empty for a tenant, who may not see it.
         before: The same process a moment earlier, for rates.
     """
     processes = process_tables(found, before) if found else ()

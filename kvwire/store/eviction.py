@@ -184,7 +184,7 @@ class LruQueue(EvictionQueue):
         return False
 
     def _window(self, count: int) -> tuple[Ids, Ids]:
-        """Return the slots of the first entries, and the places of those that count."""
+        """Return the slots of the first entries, and the places of valid ones."""
         slots, clocks = self._log[:, self._begin : min(self._begin + count, self._end)]
         return slots, (self.state.queued_at[slots] == clocks).nonzero()[0]
 

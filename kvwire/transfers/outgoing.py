@@ -448,7 +448,7 @@ class SendFlow:
         self.send()
 
     def end(self, error: KVWireError | None) -> None:
-        """Record segments that landed without an event, and those that were damaged."""
+        """Record the segments that landed without an event, and the damaged ones."""
         self._record.on_sent = None  # break the reference cycle
         if error is not None:
             return

@@ -231,7 +231,11 @@ _VERSIONS: Final = struct.Struct("<HH")
 def _magical(body: bytes) -> bytes:
     """Return a body after checking its size and magic, the same in all versions."""
     if len(body) != HANDSHAKE_BODY_BYTES:
-        raise MalformedFrame("KVW-HS-01", f"handshake message of {len(body)} bytes")
+        raise MalformedFrame(
+            "KVW-HS-01",
+            f"a handshake message has {len(body)} bytes instead of "
+            f"{HANDSHAKE_BODY_BYTES}",
+        )
     if not body.startswith(MAGIC):
         raise MalformedFrame("KVW-HS-01", "not a kvwire peer: the magic is missing")
     return body

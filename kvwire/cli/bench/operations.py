@@ -551,7 +551,7 @@ class OpsRound:
     def _begin_on(
         self, connection: kvwire.Connection, at: int = 0
     ) -> Awaitable[object]:
-        """Start the operation with this number among those in flight."""
+        """Start the operation with this number; several may be in flight."""
         parts = self.memory.parts
         if self.window is not None:
             return self._get_from(*self.window)

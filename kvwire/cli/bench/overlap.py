@@ -295,7 +295,7 @@ def works(
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """The hidden part of a transfer, as a share of what could be hidden."""
+    """The hidden part of a transfer, as a share of the largest possible one."""
 
     name: str
     compute_s: float
@@ -330,7 +330,7 @@ def taken_s(findings: Findings) -> dict[str, float]:
 
 
 def judged(findings: Findings) -> list[RenderableType]:
-    """Return the tables of efficiencies, and of what layers add to a pass."""
+    """Return tables of the efficiencies, and of the time that layers add to a pass."""
     table = new_table("", "compute, ms", "ideal, ms", "efficiency")
     for one in efficiencies(findings):
         table.add_row(

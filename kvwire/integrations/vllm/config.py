@@ -106,7 +106,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
             http_url(self.http)
 
     def beside(self, ranks: int) -> VllmSettings:
-        """Return settings for an engine whose ports follow those of `ranks` ranks."""
+        """Return an engine's settings with ports above the ports of `ranks` ranks."""
         advertise = self.advertise
         if advertise and self._advertised.port:
             advertise = str(_higher(self._advertised, ranks))

@@ -155,7 +155,7 @@ class PromptReceive(PromptEnd[Incoming]):
         outcomes: Sequence[Outcome] = (),
         reason: str = "",
     ) -> ReceiveResult:
-        """Return the missing blocks, without those that were here before.
+        """Return the missing blocks, without the blocks that were here before.
 
         Other requests share those, and vLLM fails or rewinds every request with a
         reported block.

@@ -1,4 +1,4 @@
-"""The scheduler's side, which decides what to send and fetch, and when to free blocks.
+"""The scheduler's side: decides which blocks to send, to fetch and to free, and when.
 
 ::
 

@@ -138,7 +138,7 @@ class StreamWaiters:
                 done(error)
 
             waiter.watched.watch(fired)
-            # Not before: what is not watched never fires.
+            # Only now, since an event that is not watched never fires.
             waiter.unfired[stream] += 1
             self._serving[stream] = waiter
 

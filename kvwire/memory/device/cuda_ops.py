@@ -153,7 +153,10 @@ class CudaOps(DeviceOps):
 
     def open_shared(self, handle: bytes) -> OpenedAllocation:
         if len(handle) != HANDLE_BYTES:
-            raise BackendUnavailable(f"{self.device}: a handle of {len(handle)} bytes")
+            raise BackendUnavailable(
+                f"{self.device}: a handle has {len(handle)} bytes instead of "
+                f"{HANDLE_BYTES}"
+            )
         mapped = ctypes.c_uint64()
         try:
             with self.context:

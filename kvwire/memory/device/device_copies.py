@@ -83,7 +83,7 @@ class DeviceCopies:
                     self._copiers[device] = _DeviceCopier(device_ops(device))
 
     def waiters(self, device: Device, after: object) -> StreamWaiters | None:
-        """Return what waits for an event of a prepared device; None if it has fired."""
+        """Return the waiters of a prepared device; None if the event has fired."""
         if isinstance(after, Event) and after.query():
             return None
         return self._copiers[device].waiters

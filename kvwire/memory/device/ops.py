@@ -63,7 +63,7 @@ class Event(ABC):
     @property
     @abstractmethod
     def recorded_on(self) -> Hashable:
-        """Return what identifies its stream, whose events fire in order."""
+        """Return a key of its stream: events with equal keys fire in order."""
 
     @abstractmethod
     def query(self) -> bool:

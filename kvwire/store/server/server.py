@@ -300,10 +300,10 @@ def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:
 
 
 def _operators(config: Config) -> dict[bytes | str, str]:
-    """Return what proves the operator: the keys and names in the caller's config."""
+    """Return the operator's proofs: the keys and names in the caller's config."""
     trust, _, keys = load_keys(config)
     if trust is TrustMode.LOOPBACK:
-        return {b"": ""}  # nobody proves anything
+        return {b"": ""}  # no client has a proof
     return dict.fromkeys((*keys, *map(folded, config.tls_peers)), "")
 
 

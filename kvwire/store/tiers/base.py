@@ -141,7 +141,7 @@ class Batch(NamedTuple):
         return Batch(self.keys[which], self.orders[which], images, sizes, born, kept)
 
     def tell(self, which: Ids | slice, part: Batch) -> None:
-        """Copy sizes and what is kept from a part that was read as a batch."""
+        """Take the sizes and the kept values of a part that was read by itself."""
         if self.kept is not None:
             assert part.kept is not None
             self.kept[which] = part.kept
@@ -416,7 +416,7 @@ class Tier(ABC):
     ) -> Coroutine[Any, Any, BlockResults]:
         """Read blocks, even if the caller is cancelled meanwhile."""
 
-    def touch(self, keys: Keys) -> None:  # noqa: B027 - not everybody is told
+    def touch(self, keys: Keys) -> None:  # noqa: B027 - most tiers ignore it
         """Record uses of blocks in another tier, so they are evicted later here."""
 
     @abstractmethod

@@ -239,7 +239,7 @@ class MemoryTier:
         return np.concatenate(known)
 
     def let_go(self, keys: Keys) -> Bits:
-        """Evict blocks now, except those that are in use or pinned.
+        """Evict blocks now, unless they are in use or pinned.
 
         Returns:
             Which blocks are not here any more.

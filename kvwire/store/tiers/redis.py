@@ -238,7 +238,7 @@ class RedisTier(KeyValueTier):
             self.note(f"its answer to {command} is none that Redis gives")
 
     def _by_server(self, client: RedisClient, keys: Keys) -> dict[str, list[int]]:
-        """Return the keys' positions by server, except those without a server."""
+        """Return the positions of keys by server; omit keys without a server."""
         if isinstance(client.commands, Redis):
             return {"": list(range(keys.size))}
         servers: dict[str, list[int]] = {}

@@ -257,7 +257,7 @@ async def certify(
 
 
 def _checked(target: str, without: Collection[str]) -> End:
-    """Make an end of a target, and check what was asked of it."""
+    """Make an end of a target, after checking the arguments."""
     for rule in without:
         if rule not in RULES:
             known = nearest(rule, RULES)

@@ -486,7 +486,7 @@ class MovableStream:
             logged["text_offset"] = [self._offset + n for n in logged["text_offset"]]
 
     def _count(self, usage: dict[str, Any]) -> None:
-        """Correct the usage to what a single engine would have reported."""
+        """Correct the usage: a single engine would have reported these numbers."""
         usage["prompt_tokens"] -= self._before
         usage["completion_tokens"] += self._before
         details = usage.get("prompt_tokens_details") or {}

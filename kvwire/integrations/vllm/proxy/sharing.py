@@ -171,7 +171,7 @@ def judge(shared: SharedPrompts, role: str, *, in_sequence: bool) -> Iterator[Fi
     """Yield the findings about an engine's part in sharing prompts.
 
     Args:
-        shared: What is known.
+        shared: The numbers that engines have reported.
         role: The role in which the proxy uses it.
         in_sequence: Decode is asked when prefill has answered, which works with other
             connectors too.

@@ -147,7 +147,7 @@ _SHOWN_S: Final = 0.5
 
 
 class FleetPage:
-    """Makes what the page shows, twice a second at most for all readers."""
+    """Collects the data of the page, at most twice a second for all readers."""
 
     def __init__(self, state: ProxyState) -> None:
         self._state = state
@@ -155,7 +155,7 @@ class FleetPage:
         self._data = page_data({})
 
     def data(self) -> tuple[Mapping[str, str], bytes]:
-        """Return the headers and the content of what the page shows."""
+        """Return the page's data, with the headers of the answer."""
         now = self._state.fleet.clock()
         if now >= self._until:
             self._until = now + _SHOWN_S
@@ -164,7 +164,7 @@ class FleetPage:
 
 
 def page_view(state: ProxyState) -> TopView:
-    """Return what the page shows: the same as ``/fleet``, in tables."""
+    """Return the data of ``/fleet`` as tables, for the page."""
     fleet = fleet_view(state)
     admitted = state.admission
     notes = [
