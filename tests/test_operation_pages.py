@@ -100,7 +100,7 @@ def test_the_manifests_fit_the_example_and_each_other() -> None:
     """Ports, probes, mounts and the time that a pod has to go down."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     service, *deployments = yaml.safe_load(block("yaml"))["items"]
-    example = (ROOT / "examples" / "http_server.py").read_text()
+    example = (ROOT / "examples" / "fastapi_pair.py").read_text()
     request_s = float(re.findall(r"REQUEST_S: Final = ([\d.]+)", example)[0])
     for deployment in deployments:
         spec = deployment["spec"]
@@ -117,7 +117,9 @@ def test_the_manifests_fit_the_example_and_each_other() -> None:
         assert all(option in example for option in container["command"][2:3])
     labels = deployments[0]["spec"]["template"]["metadata"]["labels"]
     assert service["spec"]["selector"] == labels
-    assert f"prefill:{service['spec']['ports'][0]['port']}" in container["command"]
+    assert (
+        f"http://prefill:{service['spec']['ports'][0]['port']}" in container["command"]
+    )
 
 
 def probes(container: dict[str, Any]) -> Iterator[tuple[int, str]]:

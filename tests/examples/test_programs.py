@@ -1,4 +1,4 @@
-"""Four small programs, started as a person starts them, with processes that are killed.
+"""Three small programs, started as a person starts them, and killed.
 
 Each answer is compared with that of the model in one process, which has nothing to do
 with kvwire.
@@ -13,13 +13,12 @@ import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvwire.directory import open_directory
 from tests.support.runs import Beside, beside, python
-from tests.support.servers import free_port, redis_server
+from tests.support.servers import redis_server
 from tests.support.tree import ROOT
 from toy_model import ToyModel, text_of, tokens_of
 
@@ -130,53 +129,6 @@ async def test_a_fleet_answers_while_workers_are_killed_and_join() -> None:
         assert newest in await asked(client, prompts)
         last.signal(signal.SIGINT)
         assert await last.wait() == 0
-
-
-# --- two servers ----------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def uvicorn(*arguments: str) -> AsyncIterator[Beside]:
-    """A server that answers."""
-    program = (str(EXAMPLES / "fastapi_pair.py"), *arguments)
-    async with beside(*program, kind=Beside, logs=True) as process:
-        while "running on" not in await process.line():
-            pass
-        yield process
-
-
-async def test_two_servers_answer_and_one_does_when_prefill_is_killed() -> None:
-    pytest.importorskip("fastapi", reason="fastapi is not installed")
-    httpx = pytest.importorskip("httpx", reason="httpx is not installed")
-    ports = free_port(), free_port()
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    prompt = "who are you, said the caterpillar"
-    whole = len(prompt) - 1
-    async with contextlib.AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(uvicorn("prefill", str(ports[0])))
-        decode = await stack.enter_async_context(
-            uvicorn("decode", str(ports[1]), urls[0])
-        )
-        http = await stack.enter_async_context(
-            httpx.AsyncClient(base_url=urls[1], timeout=300, trust_env=False)
-        )
-
-        async def answer() -> Any:
-            return (await http.get("/answer", params={"prompt": prompt})).json()
-
-        right = {"text": expected(prompt, 40), "tokens": whole}
-        for reply in await asyncio.gather(*(answer() for _ in range(4))):
-            assert reply == right | {"from_prefill": whole}
-        refused = await http.get("/answer", params={"prompt": "a"})
-        assert refused.status_code == 422
-        prefill.signal(signal.SIGKILL)
-        await prefill.wait()
-        assert await answer() == right | {"from_prefill": 0}
-        # Another process at the same address.
-        await stack.enter_async_context(uvicorn("prefill", str(ports[0])))
-        assert await answer() == right | {"from_prefill": whole}
-        decode.signal(signal.SIGINT)
-        assert await decode.wait() == 0
 
 
 # --- threads --------------------------------------------------------------------------
