@@ -52,7 +52,9 @@ class PageStore:
         self._closed = False
         self._unsaved = Unsaved()
         self._hints = HintLog()
-        self._engine, self._store = open_store("pages", tiers, write, record)
+        self._engine, self._store = open_store(
+            Config(name="pages"), tiers, write, record
+        )
 
     def __repr__(self) -> str:
         return f"<PageStore {self._store!r}>"
@@ -152,14 +154,14 @@ class Unsaved:
 
 
 def open_store(
-    name: str, tiers: Sequence[str], write: Write, record: str = ""
+    config: Config, tiers: Sequence[str], write: Write, record: str = ""
 ) -> tuple[Engine, BlockStore]:
     """Open a store on a new engine, which is closed if opening fails."""
 
     async def opened(_: Communicator) -> BlockStore:
         return await BlockStore.open(tiers, write=write, record=record)
 
-    engine = Engine(Config(name=name))
+    engine = Engine(config)
     try:
         return engine, engine.start(opened).result()
     except BaseException:

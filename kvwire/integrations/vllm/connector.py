@@ -14,7 +14,7 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import Announcer, http_url
 from kvwire.integrations.vllm.caches import CacheShape, cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
-from kvwire.integrations.vllm.cpus import own_reserved_cpus
+from kvwire.integrations.vllm.cpus import beside_compute
 from kvwire.integrations.vllm.holes import HoleFills, Reports, added
 from kvwire.integrations.vllm.hooks import ConnectorHooks
 from kvwire.integrations.vllm.identity import (
@@ -102,9 +102,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         settings = _without_halves(settings.beside(before), parallel)
         said = {"rank": rank, "fingerprint": settings.fingerprint}
         shapes = tuple(dataclasses.replace(shape, **said) for shape in shapes)
-        config = _with_own_gpu(config)
-        if vllm_config.device_config.device_type == "cpu" and not config.io_cpus:
-            config = config.replace(io_cpus=own_reserved_cpus())
+        config = beside_compute(_with_own_gpu(config), vllm_config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
         announcer: Announcer | None = None

@@ -11,6 +11,19 @@ import os
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from kvwire.config import Config
+
+
+def beside_compute(config: Config, vllm_config: Any) -> Config:
+    """Return a configuration whose thread keeps off the cores that compute.
+
+    It is unchanged if it names CPUs, or if the model does not run on CPUs.
+    """
+    if config.io_cpus or vllm_config.device_config.device_type != "cpu":
+        return config
+    return config.replace(io_cpus=own_reserved_cpus())
 
 
 def reserved_cpus(allowed: set[int], threads: Collection[set[int]]) -> tuple[int, ...]:

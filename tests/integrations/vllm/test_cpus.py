@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Final
 
 import pytest
 
+from kvwire.config import Config
+from kvwire.integrations.vllm import cpus
 from kvwire.integrations.vllm.cpus import reserved_cpus
 
 ALL: Final = set(range(8))
@@ -34,6 +37,21 @@ print(*own_reserved_cpus())
 over.set()
 thread.join()
 """
+
+
+@pytest.mark.parametrize(
+    ("own", "device", "found"),
+    [((), "cpu", (3,)), ((5,), "cpu", (5,)), ((), "cuda", ())],
+)
+def test_a_choice_and_a_gpu_change_nothing(
+    own: tuple[int, ...],
+    device: str,
+    found: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpus, "own_reserved_cpus", lambda: (3,))
+    vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    assert cpus.beside_compute(Config(io_cpus=own), vllm_config).io_cpus == found
 
 
 @pytest.mark.parametrize(
