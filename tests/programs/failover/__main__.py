@@ -169,7 +169,7 @@ def plot(rounds: Sequence[Round], path: Path) -> None:
     """Draw each stream's tokens around the moment that its engine ended."""
     from matplotlib.figure import Figure
 
-    shown = rounds[:6]
+    shown = rounds[:3]
     figure = Figure(figsize=(9, 1.0 + 1.2 * len(shown)), layout="constrained")
     for axes, one in zip(
         figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0],
@@ -179,7 +179,8 @@ def plot(rounds: Sequence[Round], path: Path) -> None:
         order = sorted(one.tokens_at, key=lambda at: -pause_s(at, one.at))
         for row, at in enumerate(order):
             color = "#b5442e" if row < one.moved else "#3b6ea5"
-            axes.plot([t - one.at for t in at], [row] * len(at), "|", color=color, ms=7)
+            seen = [t - one.at for t in at if -1 <= t - one.at <= 2]
+            axes.plot(seen, [row] * len(seen), "|", color=color, ms=7)
         axes.axvline(0, color="black", lw=0.8)
         axes.set_yticks([])
         axes.set_ylim(-0.7, len(order) - 0.3)
@@ -190,7 +191,7 @@ def plot(rounds: Sequence[Round], path: Path) -> None:
             fontsize=9,
             loc="left",
         )
-    axes.set_xlim(-1, 4)
+    axes.set_xlim(-1, 2)
     axes.set_xlabel("seconds after an engine ended; each mark is a token")
     figure.savefig(path)
 
