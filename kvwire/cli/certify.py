@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import sys
+from collections.abc import Coroutine
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, Self
 
 import msgspec
 from cyclopts import App, Parameter
 from cyclopts.types import PositiveFloat, PositiveInt
+from rich.status import Status
 from rich.table import Table
 
 from kvwire import UsageError
@@ -52,7 +56,8 @@ def command(  # noqa: PLR0913 - each is an option of the command
     """Cancel, time out, kill and reconnect a transport, and check every byte.
 
     The exit status is 1 if a promise was broken. The smallest schedule that breaks it
-    is written to a file, which runs again: kvwire certify FILE.json.
+    is written to a file, which runs again: kvwire certify FILE.json. Ctrl-C ends the
+    run after the current schedule, with a report.
 
     Args:
         target: A transport that comes with kvwire, such as toy; an adapter of yours, as
@@ -64,7 +69,7 @@ def command(  # noqa: PLR0913 - each is an option of the command
         seconds: Start no schedule after this many seconds. Shrinking the schedules that
             failed comes on top.
         limit_s: Report an operation as hung if it has not ended after this many
-            seconds.
+            seconds, and after six times as many when its schedule runs again.
         times: How often to play the smallest schedule of each breach again.
         without: A rule that the transport need not keep; may be repeated. For example
             --without stale for a transport whose references never expire.
@@ -77,32 +82,98 @@ def command(  # noqa: PLR0913 - each is an option of the command
     if not target:
         _list()
         return 0
-    if target.endswith(".json"):
-        breach = _read(Path(target))
-        with _named(breach.target):
-            found = asyncio.run(play_again(breach, times=times, limit_s=limit_s))
-    else:
-        work = certify(
-            target,
-            seeds=range(seed, seed + schedules),
-            seconds=seconds,
-            limit_s=limit_s,
-            times=times,
-            without=without or (),
-            progress=_progress,
-        )
-        with _named(target):
-            found = asyncio.run(work)
-        for breach in found.breaches:
-            path = into / report.file_name(breach)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(breach)) + b"\n")
-            print(f"run it again: kvwire certify {path}", file=sys.stderr)
+    for folder in (into, *(file.parent for file in (html, junit) if file)):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _Progress(target) as progress:
+        if target.endswith(".json"):
+            breach = _read(Path(target))
+            work = play_again(breach, times=times, limit_s=limit_s)
+            with _named(breach.target):
+                found = asyncio.run(work)
+        else:
+            work = certify(
+                target,
+                seeds=takewhile(progress.goes_on, range(seed, seed + schedules)),
+                seconds=seconds,
+                limit_s=limit_s,
+                times=times,
+                without=without or (),
+                progress=progress,
+            )
+            with _named(target):
+                found = asyncio.run(progress.until_interrupt(work))
     _show(found, json=json)
     if html is not None:
         html.write_text(report.html(found), encoding="utf-8")
     if junit is not None:
         junit.write_bytes(report.junit(found))
-    return BROKEN if found.breaches else 0
+    if not target.endswith(".json"):
+        for breach in found.breaches:
+            path = into / report.file_name(breach)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(breach)) + b"\n")
+            print(f"run it again: kvwire certify {path}", file=sys.stderr)
+    if found.breaches:
+        return BROKEN
+    if progress.interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+class _Progress:
+    """Prints each breach and, on a terminal, the number of schedules so far.
+
+    Args:
+        target: The target, for the text.
+    """
+
+    def __init__(self, target: str) -> None:
+        self.interrupted = False
+        self._count = 0
+        self._target = target
+        self._status = Status(f"{target}: starting", console=console(stderr=True))
+
+    def __enter__(self) -> Self:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def __call__(self, seed: int, played: Played) -> None:
+        """Count a schedule; print its breach."""
+        self._count += 1
+        self._status.update(f"{self._target}: {self._count} schedules")
+        if played.rule:
+            text = f"seed {seed}: {played.rule}: {played.text}"
+            self._status.console.print(text, soft_wrap=True)
+
+    def goes_on(self, _: int) -> bool:
+        """Return whether another schedule may start."""
+        return not self.interrupted
+
+    async def until_interrupt(
+        self, work: Coroutine[Any, Any, Certificate]
+    ) -> Certificate:
+        """Run schedules; after Ctrl-C, none starts any more.
+
+        Cancel safety: safe if that of ``work`` is.
+        """
+        loop = asyncio.get_running_loop()
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            loop.add_signal_handler(signal.SIGINT, self._interrupt, loop)
+        try:
+            return await work
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    def _interrupt(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.interrupted = True
+        loop.remove_signal_handler(signal.SIGINT)
+        self._status.console.print(
+            "This schedule is the last one, and breaches are shortened. Press Ctrl-C "
+            "again to end at once, without a report.",
+            soft_wrap=True,
+        )
 
 
 def _show(found: Certificate, *, json: bool) -> None:
@@ -111,11 +182,6 @@ def _show(found: Certificate, *, json: bool) -> None:
         sys.stdout.buffer.write(document + b"\n")
     else:
         show(report.page(found), console())
-
-
-def _progress(seed: int, played: Played) -> None:
-    if played.rule:
-        print(f"seed {seed}: {played.rule}: {played.text}", file=sys.stderr)
 
 
 def _read(path: Path) -> Breach:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -15,7 +16,7 @@ from kvwire.testing.certify import Breach, Certificate
 from kvwire.testing.certify.schedule import effective
 from kvwire.testing.certify.transport import TARGETS
 from kvwire.testing.oracle import RULES
-from tests.support.runs import python
+from tests.support.runs import Beside, beside, python
 from tests.support.tree import ROOT
 
 PLANTS = ROOT / "tests" / "testing" / "certify" / "plants.py"
@@ -28,11 +29,14 @@ def test_a_healthy_transport(
     files = ["--junit", str(junit), "--html", str(html), "--into", str(tmp_path)]
     assert main(["certify", "toy", "--schedules", "2", *files]) == 0
     said = capsys.readouterr().out
-    assert "toy 1: 2 schedules" in said
-    assert said.count("kept ") == len(RULES)
+    assert "toy: 2 schedules" in said
+    unchecked = ["busy-idle", "leak-memory", "leak-descriptor", "leak-thread"]
+    assert said.count("kept ") == len(RULES) - len(unchecked)
+    assert f"not checked: {', '.join(unchecked)}" in said
     suite = ET.parse(junit).getroot()
     assert [case.get("name") for case in suite] == list(RULES)
     assert suite.get("failures") == "0"
+    assert suite.get("skipped") == str(len(suite.findall("*/skipped"))) == "4"
     assert "Every call ends in time." in html.read_text()
     assert not list(tmp_path.glob("*.json"))
 
@@ -48,13 +52,31 @@ def test_a_breach_is_kept_and_plays_again(
     assert progress.startswith("seed 9: hole: ")
     (breach,) = msgspec.json.decode(said, type=Certificate).breaches
     assert breach.seeds == (9,)
+    assert saved(tmp_path) == breach
     (file,) = tmp_path.glob("*.json")
     assert f"run it again: kvwire certify {file}" in progress
-    assert msgspec.json.decode(file.read_bytes(), type=Breach) == breach
     assert ET.parse(junit).getroot().get("failures") == "1"
 
     assert main(["certify", str(file), "--times", "1"]) == 1
-    assert "bytes that landed were never written" in capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    assert "bytes that landed were never written" in said
+    assert not progress
+
+
+def saved(folder: Path) -> Breach:
+    (file,) = folder.glob("*.json")
+    return msgspec.json.decode(file.read_bytes(), type=Breach)
+
+
+async def test_ctrl_c_ends_with_a_report(tmp_path: Path) -> None:
+    command = ["-m", "kvwire", "certify", f"{PLANTS}:Hole", "--into", str(tmp_path)]
+    async with beside(*command, kind=Beside, logs=True) as run:
+        assert "hole" in await run.line()
+        run.signal(signal.SIGINT)
+        while "Ctrl-C" not in await run.line():
+            pass
+        assert await run.wait() == 1
+    assert len(saved(tmp_path).seeds) < 10
 
 
 def test_what_comes_with_kvwire() -> None:
@@ -111,6 +133,7 @@ def test_an_adapter_has_modules_beside_it(tmp_path: Path) -> None:
         ("tory", "is neither module:Class nor file.py:Class; did you mean 'toy'?"),
         ("nowhere.py:Thing", "file nowhere.py does not exist in /"),
         (f"{PLANTS}:Hold", "plants.py has no Hold; did you mean 'Hole'?"),
+        (f"{PLANTS}", "lacks a class; known are "),
         (f"{PLANTS}:KEPT", "must be a subclass of kvwire.testing.certify.End"),
         ("kvwire.testing.certify:End", "has neither get nor put"),
         (f"{ROOT / 'package.json'}", "package.json"),

@@ -10,8 +10,10 @@ import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from kvwire.errors import UsageError
 from kvwire.testing.certify.player import left_end
-from kvwire.testing.certify.processes import MessageSocket, right_end
+from kvwire.testing.certify.processes import MessageSocket, Started, right_end
+from kvwire.testing.certify.transport import TARGETS, load
 
 ENDS: Final[dict[str, Callable[..., Coroutine[Any, Any, None]]]] = {
     "left": left_end,
@@ -25,12 +27,26 @@ def main() -> None:
     The process exits without cleaning up, because a transport may have left threads
     that never end.
     """
-    role, descriptor, *arguments = sys.argv[1:]
+    role, descriptor, target, *arguments = sys.argv[1:]
 
     async def run() -> None:
-        await ENDS[role](
-            MessageSocket(socket.socket(fileno=int(descriptor))), *arguments
-        )
+        channel = MessageSocket(socket.socket(fileno=int(descriptor)))
+        try:
+            load(target)
+        except UsageError as exc:
+            await channel.send(Started(error="usage", text=str(exc)))
+        except ImportError as exc:
+            if target.partition(":")[0] not in TARGETS:
+                raise
+            missing = isinstance(exc, ModuleNotFoundError)
+            error = Started(
+                error="missing" if missing else "library",
+                text=str(exc),
+                library=exc.name or "",
+            )
+            await channel.send(error)
+        else:
+            await ENDS[role](channel, target, *arguments)
 
     status = 1
     try:

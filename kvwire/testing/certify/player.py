@@ -14,10 +14,10 @@ import msgspec
 
 from kvwire.aio import start_task
 from kvwire.testing.certify.processes import (
-    READY,
     Gone,
     MessageSocket,
     Order,
+    OrderFailed,
     Process,
     Usage,
     memories,
@@ -112,7 +112,6 @@ class Player:
         target: The target to certify.
         right: The running process of the right end.
         path: The file that contains both memories.
-        limit_s: The time limit of each call.
         channel: The channel on which the start of each step is reported.
         without: Rules that the target need not keep.
     """
@@ -122,7 +121,6 @@ class Player:
         target: str,
         right: Process,
         path: str,
-        limit_s: float,
         channel: MessageSocket,
         without: Collection[str] = (),
     ) -> None:
@@ -130,15 +128,19 @@ class Player:
         self._target = target
         self._right_process = right
         self._memories = memories(path)
-        self._limit_s = limit_s
         self._channel = channel
 
-    async def play(self, schedule: Schedule) -> Played:
+    async def play(self, schedule: Schedule, limit_s: float) -> Played:
         """Run a schedule.
+
+        Args:
+            schedule: The schedule.
+            limit_s: The time limit of each call.
 
         Cancel safety: never cancelled.
         """
         self._schedule = schedule
+        self._limit_s = limit_s
         self._views = {name: part(m, schedule) for name, m in self._memories.items()}
         words = {
             name: m[: len(self._views[name]) // 8] for name, m in self._memories.items()
@@ -317,7 +319,7 @@ class Player:
             blank = content
         else:
             self._left.lend(own)
-            work = self._end.get(reference.data, view, timeout_s)
+            work = self._get(reference, view, timeout_s)
             expected = content
         return StartedStep(
             step=step,
@@ -328,6 +330,15 @@ class Player:
             trouble=self._trouble,
             task=start_task(work),
         )
+
+    async def _get(
+        self, reference: Reference, into: memoryview, timeout_s: float | None
+    ) -> bool:
+        found = await self._end.get(reference.data, into, timeout_s)
+        if isinstance(found, bytes):
+            into[:] = found
+            return True
+        return bool(found)
 
     async def _finish(self, operation: StartedStep, ended: str = "") -> None:
         """Wait for the end of an operation, and check it."""
@@ -481,10 +492,15 @@ class Player:
         try:
             return task.result()
         except Gone as exc:
-            raise Wrong("crash", f"{self._doing}: {exc}") from exc
+            raise Wrong("crash", f"{self._during(what)}: {exc}") from exc
+        except OrderFailed as exc:
+            raise Wrong("failed", f"{self._during(what)}: {exc}") from exc
         except Exception as exc:
-            text = f"{self._doing}: {what}: {failure_text(exc, self._end)}"
+            text = f"{self._during(what)}: {failure_text(exc, self._end)}"
             raise Wrong("failed", text) from exc
+
+    def _during(self, what: str) -> str:
+        return what if what == self._doing else f"{self._doing}: {what}"
 
     def _hang(self, what: str, limit_s: float) -> NoReturn:
         text = f"{what} has not ended within {limit_s:g} s"
@@ -492,20 +508,19 @@ class Player:
 
 
 async def left_end(
-    channel: MessageSocket, target: str, path: str, limit: str, without: str
+    channel: MessageSocket, target: str, path: str, without: str
 ) -> None:
     """Run schedules one after the other, until one fails or all have run.
 
     Cancel safety: never cancelled.
     """
-    right = Process("right", target, path, start_s=load(target).start_s)
-    await right.start()
-    await channel.send(READY)
+    right = Process("right", target, path)
+    await channel.send(await right.start())
     try:
-        limit_s = float(limit)
-        player = Player(target, right, path, limit_s, channel, without.split(","))
+        player = Player(target, right, path, channel, without.split(","))
         while line := await channel.receive():
-            played = await player.play(msgspec.json.decode(line, type=Schedule))
+            schedule, limit_s = msgspec.json.decode(line, type=tuple[Schedule, float])
+            played = await player.play(schedule, limit_s)
             await channel.send(played)
             if played.rule:
                 return

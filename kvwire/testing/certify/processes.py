@@ -18,18 +18,41 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.errors import UsageError
 from kvwire.testing.certify.schedule import Schedule
 from kvwire.testing.certify.transport import failure_text, load
 
 MEMORY_BYTES: Final = 16 << 20
+START_S: Final = 600.0
+"""The time limit of the start of a process, which imports the adapter: libraries of
+hundreds of MB, from a cold disk, while other programs use the cores.
+"""
 _LINE_BYTES_MAX: Final = 1 << 20
-READY: Final = "ready"
+
+
+class Started(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The first message of a process: it has imported the adapter, or why not.
+
+    Attributes:
+        version: The target's version.
+        puts: Whether it has puts.
+        error: The kind of the error: the target is wrong, or a module or a shared
+            library is missing.
+        text: The error's text.
+        library: The module that is missing or cannot be loaded.
+    """
+
+    version: str = ""
+    puts: bool = False
+    error: Literal["", "usage", "missing", "library"] = ""
+    text: str = ""
+    library: str = ""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -162,22 +185,30 @@ class Gone(Exception):
     """The other process has ended unexpectedly."""
 
 
+class OrderFailed(Exception):
+    """A call of the right end has failed."""
+
+
 class Process:
     """A child process at the other end of a channel.
 
     Args:
         role: The end that it runs.
         arguments: The arguments of that end.
-        start_s: The time limit of its start.
+        folder: The folder for its temporary files; None for that of this process.
         log: The descriptor for its output; None for the output of this process.
     """
 
     def __init__(
-        self, role: str, *arguments: str, start_s: float, log: int | None = None
+        self,
+        role: str,
+        *arguments: str,
+        folder: str | None = None,
+        log: int | None = None,
     ) -> None:
         self._command = (sys.executable, "-m", "kvwire.testing.certify", role)
         self._arguments = arguments
-        self._start_s = start_s
+        self._environment = {**os.environ, "TMPDIR": folder} if folder else None
         self._log = log
         # The right end is a child of the left one, and may be in a stopped state when
         # the left one ends.
@@ -191,11 +222,13 @@ class Process:
         assert self._process is not None
         return self._process.pid
 
-    async def start(self) -> None:
+    async def start(self) -> Started:
         """Start it, and wait until its imports are done.
 
         Raises:
             Gone: It ended instead, or its imports took too long.
+            UsageError: There is no such target.
+            ImportError: A library that the target needs is not installed.
 
         Cancel safety: not safe, the process may keep running.
         """
@@ -209,27 +242,36 @@ class Process:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
+                env=self._environment,
                 start_new_session=self._leads,
             )
         self.channel = MessageSocket(mine)
         try:
-            async with asyncio.timeout(self._start_s):
-                ready = await self.channel.receive()
+            # The left end starts the right one as well.
+            async with asyncio.timeout(2 * START_S if self._leads else START_S):
+                line = await self.channel.receive()
         except TimeoutError:
             await self.kill()
-            raise Gone(
-                f"a process has not started within {self._start_s:g} s: a larger "
-                f"start_s of the adapter gives its imports more time"
-            ) from None
-        if not ready:
+            text = f"a process has not started within {START_S:g} s"
+            raise Gone(text) from None
+        if not line:
             raise Gone(f"a process has not started: {await self.ended()}")
+        started = msgspec.json.decode(line, type=Started)
+        match started.error:
+            case "usage":
+                raise UsageError(started.text)
+            case "missing":
+                raise ModuleNotFoundError(started.text, name=started.library)
+            case "library":
+                raise ImportError(started.text, name=started.library)
+        return started
 
     async def ask(self, message: Order) -> Reply:
         """Send it an order, and wait for the reply.
 
         Raises:
             Gone: It has ended.
-            RuntimeError: The call failed there.
+            OrderFailed: The call failed there.
 
         Cancel safety: not safe, the next call would get this reply.
         """
@@ -242,7 +284,7 @@ class Process:
             raise Gone(f"the right process has ended: {await self.ended()}")
         answer = msgspec.json.decode(line, type=Reply)
         if answer.failed:
-            raise RuntimeError(f"the right process: {answer.failed}")
+            raise OrderFailed(f"in the right process: {answer.failed}")
         return answer
 
     def signal(self, number: signal.Signals) -> None:
@@ -287,7 +329,7 @@ async def right_end(channel: MessageSocket, target: str, path: str) -> None:
     """
     memory = memories(path)["right"]
     end = load(target)
-    await channel.send(READY)
+    await channel.send(Started(end.version, type(end).can("put")))
     while line := await channel.receive():
         order = msgspec.json.decode(line, type=Order)
         answer = Reply()

@@ -33,20 +33,24 @@ def page(certificate: Certificate) -> RenderableType:
     broken = {breach.rule for breach in certificate.breaches}
     table = Table(box=None, show_header=False, pad_edge=False)
     for rule, promise in RULES.items():
+        if rule in certificate.unchecked:
+            continue
         style = "red" if rule in broken else "green"
         verdict = Text("BROKEN" if rule in broken else "kept", style)
         table.add_row(verdict, rule, promise)
-    return Group(head, table, *map(_shown, certificate.breaches))
+    unchecked = ", ".join(certificate.unchecked)
+    rest = [Text(f"\nnot checked: {unchecked}", "dim")] if unchecked else []
+    return Group(head, table, *rest, *map(_shown, certificate.breaches))
 
 
 def _shown(breach: Breach) -> RenderableType:
     seeds = ", ".join(map(str, breach.seeds[:8]))
     more = f" and {len(breach.seeds) - 8} more" if len(breach.seeds) > 8 else ""
+    found = f"seeds {seeds}{more}; " if seeds else ""
     text = Text(f"\n{breach.rule}: {RULES[breach.rule]}\n", "bold")
     text.append(f"{breach.text}\n", "not bold")
     text.append(
-        f"seeds {seeds}{more}; reproduced in {breach.again} of {breach.times} "
-        "replays\n",
+        f"{found}reproduced in {breach.again} of {breach.times} replays\n",
         "dim",
     )
     schedule = breach.schedule
@@ -72,11 +76,14 @@ def junit(certificate: Certificate) -> bytes:
         name=f"kvwire certify {certificate.target}",
         tests=str(len(RULES)),
         failures=str(len(failed)),
+        skipped=str(len(certificate.unchecked)),
         time=f"{certificate.seconds:.3f}",
     )
     for rule, promise in RULES.items():
         case = ET.SubElement(suite, "testcase", classname=certificate.target, name=rule)
-        if rule in failed:
+        if rule in certificate.unchecked:
+            ET.SubElement(case, "skipped", message="no schedule has checked it")
+        elif rule in failed:
             failure = ET.SubElement(case, "failure", message=promise)
             failure.text = _printable("\n\n".join(f.text for f in failed[rule]))
     document: bytes = ET.tostring(suite, encoding="utf-8", xml_declaration=True)

@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, Self
 
@@ -14,9 +15,14 @@ import msgspec
 
 from kvwire.errors import BackendUnavailable, UsageError, nearest
 from kvwire.testing.certify.player import OPENING, Played
-from kvwire.testing.certify.processes import MEMORY_BYTES, Gone, Process
-from kvwire.testing.certify.schedule import Schedule, effective, make, shrink
-from kvwire.testing.certify.transport import End, load
+from kvwire.testing.certify.processes import (
+    MEMORY_BYTES,
+    START_S,
+    Gone,
+    Process,
+    Started,
+)
+from kvwire.testing.certify.schedule import Schedule, Verb, effective, make, shrink
 from kvwire.testing.oracle import RULES
 
 LIMIT_S: Final = 10.0
@@ -30,7 +36,18 @@ _TRIES: Final = 2
 # An overloaded machine breaks these promises too, so a failure counts only if it can be
 # reproduced.
 _OF_TIME: Final = frozenset({"hang", "busy-idle"})
+# The factor by which a call may take longer before its schedule counts as a hang. A
+# call that only is slow, because other programs use the cores or the disk, ends then.
+_PATIENCE: Final = 6
 _SHRINK_S: Final = 60.0
+# The steps that alone can break a promise.
+_NEEDS: Final[dict[str, Verb]] = {
+    "late-read": "put",
+    "busy-idle": "idle",
+    "leak-memory": "cycle",
+    "leak-descriptor": "cycle",
+    "leak-thread": "cycle",
+}
 
 
 class Breach(msgspec.Struct, frozen=True):
@@ -69,6 +86,7 @@ class Certificate(msgspec.Struct, frozen=True):
         operations: The number of gets and puts in them that landed.
         seconds: The duration of the run.
         breaches: One breach for each broken promise.
+        unchecked: The promises that no schedule has checked.
     """
 
     target: str
@@ -77,6 +95,7 @@ class Certificate(msgspec.Struct, frozen=True):
     operations: int
     seconds: float
     breaches: tuple[Breach, ...]
+    unchecked: tuple[str, ...] = ()
 
 
 class Stage:
@@ -86,7 +105,9 @@ class Stage:
         target: The target to certify.
         limit_s: The time limit of each call.
         without: Rules that the target need not keep.
-        start_s: The time limit of the start of a process.
+
+    Attributes:
+        started: What its first process has reported about the target.
     """
 
     def __init__(
@@ -94,15 +115,17 @@ class Stage:
         target: str,
         limit_s: float = LIMIT_S,
         without: Collection[str] = (),
-        *,
-        start_s: float = End.start_s,
     ) -> None:
         self.without = tuple(without)
         self.target = target
+        self.started = Started()
         self._limit_s = limit_s
-        self._start_s = start_s
         self._left: Process | None = None
-        self._memory: IO[bytes] | None = None
+        # Its processes may be killed, and then leave their temporary files there.
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="kvwire-certify-", ignore_cleanup_errors=True
+        )
+        self._memory = Path(self._folder.name, "memory")
         self._log: IO[bytes] | None = None
 
     async def __aenter__(self) -> Self:
@@ -110,9 +133,9 @@ class Stage:
 
         Cancel safety: safe.
         """
-        self._memory = tempfile.NamedTemporaryFile(prefix="kvwire-certify-")  # noqa: SIM115
-        self._memory.truncate(2 * MEMORY_BYTES)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - both are closed below
+        with self._memory.open("wb") as memory:
+            memory.truncate(2 * MEMORY_BYTES)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it is closed below
         return self
 
     async def __aexit__(
@@ -126,44 +149,61 @@ class Stage:
         Cancel safety: safe.
         """
         await self._end()
-        for file in (self._memory, self._log):
-            if file is not None:
-                file.close()
+        if self._log is not None:
+            self._log.close()
+        self._folder.cleanup()
 
-    async def play(self, schedule: Schedule) -> Played:
+    async def start(self) -> Process:
+        """Start the processes, unless they are running; return the left one.
+
+        Raises:
+            BackendUnavailable: The processes do not start.
+            UsageError: There is no such target.
+            ImportError: A library that the target needs is not installed.
+
+        Cancel safety: safe, its processes end with the stage.
+        """
+        assert self._log is not None
+        if self._left is not None:
+            return self._left
+        self._left = Process(
+            "left",
+            self.target,
+            str(self._memory),
+            ",".join(self.without),
+            folder=self._folder.name,
+            log=self._log.fileno(),
+        )
+        self._log.truncate(0)
+        try:
+            self.started = await self._left.start()
+        except Gone as exc:
+            text = f"certify: {self.target}: {exc}{self._last_words()}"
+            raise BackendUnavailable(text) from None
+        return self._left
+
+    async def play(self, schedule: Schedule, *, patience: float = 1) -> Played:
         """Run a schedule, and also check how its processes end.
+
+        Args:
+            schedule: The schedule.
+            patience: The factor by which each call may take longer.
 
         Raises:
             BackendUnavailable: The processes do not start.
 
         Cancel safety: safe, its processes end with the stage.
         """
-        assert self._memory is not None
-        assert self._log is not None
-        if self._left is None:
-            self._left = Process(
-                "left",
-                self.target,
-                self._memory.name,
-                str(self._limit_s),
-                ",".join(self.without),
-                start_s=2 * self._start_s,  # it starts the right one as well
-                log=self._log.fileno(),
-            )
-            self._log.truncate(0)
-            try:
-                await self._left.start()
-            except Gone as exc:
-                text = f"certify: {self.target}: {exc}{self._last_words()}"
-                raise BackendUnavailable(text) from None
-        channel = self._left.channel
+        left = await self.start()
+        channel = left.channel
         assert channel is not None
-        await channel.send(schedule)
+        limit_s = self._limit_s * patience
+        await channel.send((schedule, limit_s))
         step = -1
         while True:
-            patience_s = self._limit_s * OPENING + BLOCKED_S
+            patience_s = limit_s * OPENING + BLOCKED_S
             if step >= 0 and schedule.steps[step].verb == "kill":
-                patience_s += self._start_s
+                patience_s += START_S
             try:
                 async with asyncio.timeout(patience_s):
                     line = await channel.receive()
@@ -176,7 +216,7 @@ class Stage:
                     if not played.rule and step >= 0:
                         continue
                 else:
-                    how = f"the left process has ended: {await self._left.ended()}"
+                    how = f"the left process has ended: {await left.ended()}"
                     text = f"{self._at(schedule, step)}: {how}{self._last_words()}"
                     played = Played(step, "crash", text)
             if played.rule:
@@ -212,7 +252,8 @@ async def certify(
     """Run schedules on a target, and report its broken promises.
 
     Args:
-        target: The target; see :func:`~kvwire.testing.certify.transport.load`.
+        target: One of ``kvwire.testing.certify.transport.TARGETS``, ``module:Class`` or
+            ``file.py:Class``. The part after a further colon is its variant.
         seeds: The seeds of the schedules.
         seconds: The time after which no further schedule starts; None for no limit.
         limit_s: The time after which a call counts as hanging.
@@ -223,49 +264,56 @@ async def certify(
 
     Raises:
         UsageError: There is no such target or rule.
-        ImportError: Its library is not installed.
+        ImportError: A library that the target needs is not installed.
+        BackendUnavailable: The processes do not start, or the first connection fails.
 
     Cancel safety: safe, all processes are ended.
     """
-    end = _checked(target, without)
+    for rule in without:
+        if rule not in RULES:
+            known = nearest(rule, RULES)
+            raise UsageError(f"certify: unknown rule {rule!r}; {known}")
     began = time.monotonic()
     broken: dict[str, list[tuple[Schedule, Played]]] = {}
     schedules = 0
     operations = 0
-    async with Stage(target, limit_s, without, start_s=end.start_s) as stage:
+    verbs: set[Verb] = set()
+    async with Stage(target, limit_s, without) as stage:
+        await stage.start()
         for seed in seeds:
             if seconds is not None and time.monotonic() - began > seconds:
                 break
             schedule = make(seed)
             played = await stage.play(schedule)
-            if played.rule in _OF_TIME:
-                again = await _failed(stage, schedule, kind(played))
+            if played.rule in _OF_TIME and kind(played) not in broken:
+                wanted = kind(played)
+                again = await _failed(stage, schedule, wanted, patience=_PATIENCE)
                 played = again or Played(-1)
+            if played.rule and played.step < 0 and not schedules:
+                raise BackendUnavailable(f"certify: {target}: {played.text}")
             schedules += 1
             operations += played.operations
+            verbs.update(step.verb for step in schedule.steps)
             if played.rule:
                 broken.setdefault(kind(played), []).append((schedule, played))
             if progress is not None:
                 progress(seed, played)
-        breaches = [
-            await _breach(stage, end.version, shown, times) for shown in broken.values()
-        ]
-    spent = time.monotonic() - began
+        breaches = [await _breach(stage, shown, times) for shown in broken.values()]
+    if not stage.started.puts:
+        verbs.discard("put")
     return Certificate(
-        target, end.version, schedules, operations, spent, tuple(breaches)
+        target=target,
+        version=stage.started.version,
+        schedules=schedules,
+        operations=operations,
+        seconds=time.monotonic() - began,
+        breaches=tuple(breaches),
+        unchecked=tuple(
+            rule
+            for rule in RULES
+            if rule in without or (rule in _NEEDS and _NEEDS[rule] not in verbs)
+        ),
     )
-
-
-def _checked(target: str, without: Collection[str]) -> End:
-    """Make an end of a target, after checking the arguments."""
-    for rule in without:
-        if rule not in RULES:
-            known = nearest(rule, RULES)
-            raise UsageError(f"certify: unknown rule {rule!r}; {known}")
-    end = load(target)
-    if not (type(end).can("get") or type(end).can("put")):
-        raise UsageError(f"certify: {target} has neither get nor put")
-    return end
 
 
 def kind(failure: Played | Breach) -> str:
@@ -277,7 +325,7 @@ def kind(failure: Played | Breach) -> str:
 
 
 async def _breach(
-    stage: Stage, version: str, shown: list[tuple[Schedule, Played]], times: int
+    stage: Stage, shown: list[tuple[Schedule, Played]], times: int
 ) -> Breach:
     """Shrink the first of some failures, and replay it."""
     schedule, played = shown[0]
@@ -295,24 +343,26 @@ async def _breach(
                 schedule = less
                 played = failed
             fewer = smaller.send(fails)
-    again = await _repeated(stage, schedule, wanted, times)
+    replays = await _repeated(stage, schedule, times)
     return Breach(
         target=stage.target,
-        version=version,
+        version=stage.started.version,
         rule=played.rule,
         text=played.text,
         seeds=tuple(each.seed for each, _ in shown),
         schedule=schedule,
         without=stage.without,
-        again=again,
+        again=[*map(kind, replays)].count(wanted),
         times=times,
     )
 
 
-async def _failed(stage: Stage, schedule: Schedule, wanted: str) -> Played | None:
+async def _failed(
+    stage: Stage, schedule: Schedule, wanted: str, *, patience: float = 1
+) -> Played | None:
     """Run a schedule, a few times at most, until it fails in the wanted way."""
     for _ in range(_TRIES):
-        played = await stage.play(schedule)
+        played = await stage.play(schedule, patience=patience)
         if played.rule and kind(played) == wanted:
             return played
     return None
@@ -324,32 +374,44 @@ async def play_again(
     """Replay the schedule of a breach several times.
 
     Returns:
-        The breach, with the number of replays that broke the promise; no breach if none
-        did.
+        One breach for each promise that replays have broken, with their number; none if
+        all promises were kept.
 
     Raises:
         UsageError: There is no such target.
-        ImportError: Its library is not installed.
+        ImportError: A library that the target needs is not installed.
+        BackendUnavailable: The processes do not start.
 
     Cancel safety: safe, all processes are ended.
     """
-    end = load(breach.target)
     began = time.monotonic()
     without = breach.without
-    async with Stage(breach.target, limit_s, without, start_s=end.start_s) as stage:
-        again = await _repeated(stage, breach.schedule, kind(breach), times)
-    found = msgspec.structs.replace(
-        breach, version=end.version, again=again, times=times
+    async with Stage(breach.target, limit_s, without) as stage:
+        replays = await _repeated(stage, breach.schedule, times)
+    breaches = {
+        kind(played): msgspec.structs.replace(
+            breach,
+            version=stage.started.version,
+            rule=played.rule,
+            text=played.text,
+            again=[*map(kind, replays)].count(kind(played)),
+            times=times,
+        )
+        for played in replays
+        if played.rule
+    }
+    checked = {breach.rule, *(each.rule for each in breaches.values())}
+    return Certificate(
+        target=breach.target,
+        version=stage.started.version,
+        schedules=times,
+        operations=sum(played.operations for played in replays),
+        seconds=time.monotonic() - began,
+        breaches=tuple(breaches.values()),
+        unchecked=tuple(rule for rule in RULES if rule not in checked),
     )
-    spent = time.monotonic() - began
-    breaches = (found,) if again else ()
-    return Certificate(breach.target, end.version, times, 0, spent, breaches)
 
 
-async def _repeated(stage: Stage, schedule: Schedule, wanted: str, times: int) -> int:
-    """Run a schedule several times; return how often it failed in the wanted way."""
-    count = 0
-    for _ in range(times):
-        played = await stage.play(schedule)
-        count += bool(played.rule) and kind(played) == wanted
-    return count
+async def _repeated(stage: Stage, schedule: Schedule, times: int) -> list[Played]:
+    """Run a schedule several times."""
+    return [await stage.play(schedule) for _ in range(times)]

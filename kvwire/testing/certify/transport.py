@@ -79,14 +79,12 @@ class End:
     Attributes:
         variant: The part of a target's name after the colon, as in ``kvwire:tcp``.
         version: The version of the transport, for reports.
-        start_s: The time limit of the start of a process, which imports the adapter.
-            ``--limit`` does not apply to it: libraries of hundreds of MB may have to be
-            imported from a cold disk.
+        peer: The result of the other end's :meth:`open`, from :meth:`connect` on.
     """
 
     variant: str = ""
     version: str = ""
-    start_s: float = 120.0
+    peer: bytes = b""
 
     async def open(self, memory: memoryview) -> bytes:
         """Start; return the data that the other end needs to connect.
@@ -107,6 +105,7 @@ class End:
 
         Cancel safety: never cancelled.
         """
+        self.peer = peer
 
     async def offer(self, data: memoryview) -> bytes:
         """Let the other end read and write some memory; return a reference to it.
@@ -124,7 +123,7 @@ class End:
 
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
+    ) -> bool | bytes:
         """Read memory that the other end has offered.
 
         Args:
@@ -133,7 +132,8 @@ class End:
             timeout_s: The time after which to raise TimeoutError; None for no limit.
 
         Returns:
-            Whether all bytes have landed.
+            Whether all bytes have landed. A transport that does not read into memory of
+            its caller returns the bytes.
 
         Cancel safety: once a cancelled call has ended, nothing writes to ``into``.
         """
@@ -185,16 +185,17 @@ def load(target: str) -> End:
         variant = rest
     else:
         wanted, _, variant = rest.partition(":")
-        if not wanted:
+        if not wanted and not name.endswith(".py"):
             raise UsageError(
                 f"certify: target {target!r} is neither module:Class nor "
                 f"file.py:Class; {nearest(name, TARGETS)}"
             )
         there = vars(_imported(name))
         if wanted not in there:
-            classes = [each for each, one in there.items() if _is_end(one)]
+            ends = {each for each, one in there.items() if _is_end(one)}
+            lacks = f"{name} has no {wanted}" if wanted else f"{target!r} lacks a class"
             raise UsageError(
-                f"certify: {name} has no {wanted}; {nearest(wanted, classes)}"
+                f"certify: {lacks}; {nearest(wanted, sorted(ends - {End.__name__}))}"
             )
         cls = there[wanted]
     if not _is_end(cls):
@@ -202,6 +203,8 @@ def load(target: str) -> End:
             f"certify: {target!r} must be a subclass of "
             f"kvwire.testing.certify.End, not {cls!r}"
         )
+    if not (cls.can("get") or cls.can("put")):
+        raise UsageError(f"certify: {target} has neither get nor put")
     made = cls()
     made.variant = variant
     return made

@@ -21,7 +21,19 @@ async def late(into: memoryview, data: bytes = b"\xee" * 64) -> None:
     into[: len(data)] = data
 
 
-class WritesAfterCancel(Toy):
+class Direct(Toy):
+    """Writes the answer to its caller's memory itself."""
+
+    async def get(
+        self, reference: bytes, into: memoryview, timeout_s: float | None
+    ) -> bool:
+        answer = await self.ask(reference, timeout_s)
+        if len(answer) == len(into):
+            into[:] = answer
+        return len(answer) == len(into)
+
+
+class WritesAfterCancel(Direct):
     """The answer to a cancelled get is written when it comes."""
 
     async def get(
@@ -32,7 +44,7 @@ class WritesAfterCancel(Toy):
         return await asyncio.shield(work)
 
 
-class WritesAfterTimeout(Toy):
+class WritesAfterTimeout(Direct):
     """So is that to a get whose time is over."""
 
     async def get(
@@ -46,7 +58,7 @@ class WritesAfterTimeout(Toy):
         return work.result()
 
 
-class WritesAfterDeath(Toy):
+class WritesAfterDeath(Direct):
     """What has come from a peer that died is written after the get has failed."""
 
     async def get(
@@ -64,7 +76,7 @@ class WritesAfterDeath(Toy):
         return landed
 
 
-class WritesAfterClose(Toy):
+class WritesAfterClose(Direct):
     """What was under way when it was closed is written behind that."""
 
     views: list[memoryview]
@@ -88,12 +100,13 @@ class WritesAfterWithdrawal(Toy):
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        head = await reader.readexactly(17)
-        view = self.offered.get(head[1:], memoryview(b""))
+        reference = await reader.readexactly(16)
+        view = self.offered.get(reference, memoryview(b""))
         with contextlib.suppress(ConnectionError):
-            if head[:1] == b"g":
+            data = await reader.read()
+            if not data:
                 writer.write(view)
-            elif view and len(data := await reader.read()) == len(view):
+            elif len(data) == len(view):
                 await asyncio.sleep(0.03)
                 view[:] = data
                 writer.write(b"done")
@@ -139,10 +152,7 @@ class Torn(Toy):
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         request = await reader.read()
-        view = self.offered.get(request[1:17], memoryview(b""))
-        if request[:1] != b"g":
-            writer.close()
-            return
+        view = self.offered.get(request, memoryview(b""))
         with contextlib.suppress(ConnectionError):
             for start in range(0, len(view), len(view) // 8 or 1):
                 writer.write(view[start : start + (len(view) // 8 or 1)])
@@ -166,7 +176,7 @@ class Hole(Toy):
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
     ) -> bool:
-        answer = await self.ask(b"g" + reference, timeout_s)
+        answer = await self.ask(reference, timeout_s)
         if len(answer) == len(into):
             into[: len(into) - 512] = answer[:-512]
         return len(answer) == len(into)
@@ -177,16 +187,13 @@ class Misplaced(Toy):
 
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        answer = await self.ask(b"g" + reference, timeout_s)
-        if len(answer) == len(into):
-            half = len(into) // 2
-            into[:half] = answer[half:]
-            into[half:] = answer[:half]
-        return len(answer) == len(into)
+    ) -> bool | bytes:
+        answer = await self.ask(reference, timeout_s)
+        half = len(into) // 2
+        return len(answer) == len(into) and answer[half:] + answer[:half]
 
 
-class Damaged(Toy):
+class Damaged(Direct):
     """A byte is changed on its way."""
 
     async def get(
@@ -216,7 +223,7 @@ class Forgets(Toy):
         return reference
 
 
-class Fails(Toy):
+class Fails(Direct):
     """An operation behind a cancelled one fails."""
 
     cancelled = False
@@ -233,7 +240,24 @@ class Fails(Toy):
             raise
 
 
-class Hangs(Toy):
+class Slow(Direct):
+    """A get takes longer than the limit of the test, and ends."""
+
+    async def get(
+        self, reference: bytes, into: memoryview, timeout_s: float | None
+    ) -> bool:
+        await asyncio.sleep(1.5)
+        return await super().get(reference, into, timeout_s)
+
+
+class NeverOpens(Toy):
+    """The right end has no device."""
+
+    async def open(self, memory: memoryview) -> bytes:
+        raise OSError("there is no such device")
+
+
+class Hangs(Direct):
     """A get waits for an answer that nobody will send."""
 
     async def get(
@@ -245,7 +269,7 @@ class Hangs(Toy):
         return landed
 
 
-class Blocks(Toy):
+class Blocks(Direct):
     """The same, in a call that stops the loop."""
 
     async def get(
@@ -257,7 +281,7 @@ class Blocks(Toy):
         return landed
 
 
-class Crashes(Toy):
+class Crashes(Direct):
     """A get by a reference that has ended takes its process with it."""
 
     async def get(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvwire.errors import BackendUnavailable
-from kvwire.testing.certify import runner
+from kvwire.testing.certify import processes, runner
 from kvwire.testing.certify.runner import Stage, certify, play_again
 from kvwire.testing.certify.schedule import Step, effective, make
 from tests.support.depth import sample
@@ -25,6 +25,18 @@ import sys, threading
 from kvwire.testing.certify.targets.toy import Toy as Slow
 if "right" in sys.argv:
     threading.Event().wait(7)
+"""
+# One that makes a folder, and notes its name.
+FILES = """
+import tempfile
+from pathlib import Path
+from kvwire.testing.certify.targets.toy import Toy
+
+class Files(Toy):
+    async def open(self, memory):
+        with Path(__file__).with_name("made").open("a") as made:
+            made.write(f"{tempfile.mkdtemp()} ")
+        return await super().open(memory)
 """
 PLANTS = Path(__file__).with_name("plants.py")
 # What it has to be found as, and seeds of which one finds it.
@@ -74,24 +86,66 @@ async def test_a_breach_is_made_small_and_plays_again() -> None:
     assert (await play_again(breach, times=2)).breaches[0].again == 2
     healthy = msgspec.structs.replace(breach, target="toy")
     assert not (await play_again(healthy, times=1)).breaches
+    other = msgspec.structs.replace(breach, target=f"{PLANTS}:NeverOpens")
+    (instead,) = (await play_again(other, times=2)).breaches
+    assert (instead.rule, instead.again) == ("failed", 2)
 
 
-async def test_a_process_that_does_not_start_in_time_is_no_breach() -> None:
-    with pytest.raises(
-        BackendUnavailable, match=r"toy: .* not started within 0\.002 s"
-    ):
-        async with Stage("toy", LIMIT_S, start_s=0.001) as stage:
-            await stage.play(make(1))
+@pytest.mark.parametrize(
+    ("plant", "rules"), [("Slow", []), ("Hangs", ["hang"])], ids=["slow", "hangs"]
+)
+async def test_what_is_only_slow_does_not_hang(plant: str, rules: list[str]) -> None:
+    """A tier's close deleted files for longer than the limit on a busy machine."""
+    seeds = [7] if plant == "Slow" else range(1, 3)
+    found = await certify(f"{PLANTS}:{plant}", seeds=seeds, limit_s=1.0, times=1)
+    assert [breach.rule for breach in found.breaches] == rules
 
 
-async def test_a_process_that_ends_before_its_start_is_no_breach(
-    tmp_path: Path,
+async def test_a_process_that_does_not_start_in_time_is_no_breach(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    adapter = tmp_path / "broken.py"
-    adapter.write_text("raise OSError('there is no such device')\n")
-    with pytest.raises(BackendUnavailable, match="there is no such device"):
-        async with Stage(f"{adapter}:Thing", LIMIT_S) as stage:
+    monkeypatch.setattr(processes, "START_S", 0.001)
+    with pytest.raises(
+        BackendUnavailable, match=r"toy: .* not started within 0\.001 s"
+    ):
+        async with Stage("toy", LIMIT_S) as stage:
             await stage.play(make(1))
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("raise OSError('there is no such device')", "there is no such device"),
+        ("import os; os.abort()", "not started: SIGABRT"),
+        ("import no_such_library", "No module named 'no_such_library'"),
+    ],
+)
+async def test_an_adapter_that_fails_at_import_is_no_breach(
+    tmp_path: Path, code: str, text: str
+) -> None:
+    """Only processes of the run import it: one that crashes ends no other."""
+    adapter = tmp_path / "broken.py"
+    adapter.write_text(f"{code}\n")
+    with pytest.raises(BackendUnavailable, match=text):
+        await certify(f"{adapter}:Thing", seeds=[1])
+
+
+async def test_an_adapter_that_never_opens_is_no_breach() -> None:
+    """As a store whose server is not running: there is nothing to test."""
+    with pytest.raises(BackendUnavailable, match="open: in the right process: OSError"):
+        await certify(f"{PLANTS}:NeverOpens", seeds=[1])
+
+
+async def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    adapter = tmp_path / "files.py"
+    adapter.write_text(FILES)
+    schedule = msgspec.structs.replace(make(4), steps=(Step("kill"),))
+    async with Stage(f"{adapter}:Files", LIMIT_S) as stage:
+        await stage.play(schedule)
+        made = [Path(name) for name in (tmp_path / "made").read_text().split()]
+        assert len(made) == 4
+        assert all(folder.is_dir() for folder in made)
+    assert not any(folder.exists() for folder in made)
 
 
 async def test_an_error_names_its_line_in_the_adapter() -> None:

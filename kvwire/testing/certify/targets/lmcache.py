@@ -118,7 +118,7 @@ class LmcacheEnd(End):
         await asyncio.to_thread(self.adapter.close)
         for waiting in self.waiting.values():
             waiting.set_exception(ConnectionError("the adapter was closed"))
-        shutil.rmtree(self.folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
 
 TARGET = LmcacheEnd

@@ -45,9 +45,6 @@ class MooncakeEnd(End):
         self.offered: dict[bytes, int] = {}
         return b"127.0.0.1:%d" % self.engine.get_rpc_port()
 
-    async def connect(self, peer: bytes) -> None:
-        self.peer = peer.decode()
-
     async def offer(self, data: memoryview) -> bytes:
         address = address_of(data)
         _check(self.engine.register_memory(address, len(data)), "register_memory")
@@ -78,7 +75,7 @@ class MooncakeEnd(End):
         mine = address_of(memory)
         _check(self.engine.register_memory(mine, len(memory)), "register_memory")
         work = asyncio.ensure_future(
-            asyncio.to_thread(call, self.peer, mine, theirs, len(memory))
+            asyncio.to_thread(call, self.peer.decode(), mine, theirs, len(memory))
         )
         try:
             done, _ = await asyncio.wait([work], timeout=timeout_s)

@@ -57,7 +57,7 @@ class NixlEnd(End):
         return bytes(self.agent.getLocalMD())
 
     async def connect(self, peer: bytes) -> None:
-        self.peer = self.agent.loadRemoteMD(peer).decode()
+        self.remote = self.agent.loadRemoteMD(peer).decode()
 
     async def offer(self, data: memoryview) -> bytes:
         rows = _rows(address_of(data), len(data))
@@ -89,7 +89,7 @@ class NixlEnd(End):
         here = _NIXL.nixlXferDList(_NIXL.DRAM_SEG, _rows(address_of(mine), nbytes))
         there = _NIXL.nixlXferDList(_NIXL.DRAM_SEG, _rows(theirs, nbytes))
         handle = self.agent.createXferReq(
-            verb, here, there, self.peer, b"", self.plugin
+            verb, here, there, self.remote, b"", self.plugin
         )
         try:
             async with asyncio.timeout(timeout_s):

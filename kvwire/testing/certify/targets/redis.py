@@ -34,12 +34,10 @@ class RedisEnd(End):
 
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
+    ) -> bool | bytes:
         async with asyncio.timeout(timeout_s):
             value = await self.client.get(reference)
-        if isinstance(value, bytes):
-            into[:] = value
-        return value is not None
+        return isinstance(value, bytes) and value
 
     async def close(self) -> None:
         await self.client.aclose()

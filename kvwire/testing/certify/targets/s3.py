@@ -43,15 +43,13 @@ class S3End(End):
 
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
+    ) -> bool | bytes:
         try:
             async with asyncio.timeout(timeout_s):
                 found = await self.store.get_async(reference.decode())
-                value = await found.bytes_async()
+                return bytes(await found.bytes_async())
         except FileNotFoundError:
             return False
-        into[:] = memoryview(value)
-        return True
 
 
 TARGET = S3End

@@ -150,10 +150,10 @@ class UcxEnd(End):
             err_callback=ctypes.cast(_FAILED, ctypes.c_void_p),
         )
         # The address contains zeros, and ctypes keeps only a pointer to it.
-        self.peer = ctypes.create_string_buffer(peer, len(peer))
+        address = ctypes.create_string_buffer(peer, len(peer))
         ctypes.memmove(
             ctypes.addressof(params) + binding.EndpointParams.address.offset,
-            ctypes.byref(ctypes.c_void_p(ctypes.addressof(self.peer))),
+            ctypes.byref(ctypes.c_void_p(ctypes.addressof(address))),
             ctypes.sizeof(ctypes.c_void_p),
         )
         self.endpoint = _made(_UCP.ep_create, self.worker.handle, ctypes.byref(params))

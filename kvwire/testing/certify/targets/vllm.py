@@ -114,8 +114,6 @@ class VllmEnd(End):
     """An engine without its model."""
 
     version = vllm.__version__
-    # Its imports take 12 s of a core, and three processes share the cores with others.
-    start_s = 600.0
 
     async def open(self, memory: memoryview) -> bytes:
         self.start = address_of(memory)

@@ -125,7 +125,6 @@ class VllmEngineEnd(End):
     """An engine, which steps while it has requests."""
 
     version = vllm.__version__
-    start_s = 600.0  # as for vLLM's connectors
 
     async def open(self, memory: memoryview) -> bytes:
         self.engine: Any = _made(self.variant or "NixlConnector")

@@ -60,7 +60,6 @@ class VllmTierEnd(End):
     """One end's tier, over storage that both ends share."""
 
     version = vllm.__version__
-    start_s = 600.0  # as for vLLM's connectors
 
     async def open(self, memory: memoryview) -> bytes:
         self.memory = memory
@@ -127,7 +126,7 @@ class VllmTierEnd(End):
     async def close(self) -> None:
         await asyncio.to_thread(self.tier.shutdown)
         self.closed = True
-        shutil.rmtree(self.folder, ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
 
 TARGET = VllmTierEnd
