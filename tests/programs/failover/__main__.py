@@ -20,6 +20,7 @@ import math
 import os
 import random
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -142,6 +143,12 @@ def table(rounds: Sequence[Round]) -> str:
         ),
         "rounds with a pause above 10 steps and a second": sum(
             one.late for one in rounds
+        ),
+        "rounds with no token for 10 steps after it was noticed": sum(
+            one.slow for one in rounds
+        ),
+        "median time to the first token at the other engine": (
+            f"{statistics.median(o.first_s for o in rounds):.3f} s"
         ),
         "longest pause from the kill on": f"{pauses[-1]:.2f} s" if pauses else "none",
         "from the token before it": f"{max(o.around_s for o in rounds):.2f} s",

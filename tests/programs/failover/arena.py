@@ -106,6 +106,8 @@ class Round:
     load: float = 0.0  # of the machine, with all that runs there
     # The longest pause of each stream from that moment on, longest first.
     pauses_s: list[float] = field(default_factory=list)
+    # From that moment to the next token of each stream, longest first.
+    resumed_s: list[float] = field(default_factory=list)
     # Of all streams: the longest time between two tokens around that moment, which has
     # the wait before it; and before, so what the machine's load does alone.
     around_s: float = 0.0
@@ -119,6 +121,8 @@ class Round:
         self.step_s = statistics.median(step_s(at) for at in tokens_at)
         pauses = (pause_s(at, self.at) for at in tokens_at)
         self.pauses_s = sorted(pauses, reverse=True)
+        later = ([one - self.at for one in at if one > self.at] for at in tokens_at)
+        self.resumed_s = sorted((min(one) for one in later if one), reverse=True)
         pairs = [pair for at in tokens_at for pair in itertools.pairwise(at)]
         spans = [(end, end - begin) for begin, end in pairs]
         self.around_s = max((s for end, s in spans if end > self.at), default=0.0)
@@ -134,6 +138,12 @@ class Round:
         """Whether a stream paused for longer than it should."""
         most_s = PAUSE_STEPS * self.step_s + NOTICED_WITHIN_S
         return any(one > most_s for one in self.pauses_s)
+
+    @property
+    def slow(self) -> bool:
+        """Whether a stream had no token for ten steps after the kill was noticed."""
+        most_s = PAUSE_STEPS * self.step_s + self.noticed_s
+        return any(one > most_s for one in self.resumed_s)
 
     @property
     def bad(self) -> bool:

@@ -70,6 +70,13 @@ def test_a_pause_counts_from_the_kill_on() -> None:
     found = round_of(at=0.25)
     found.measure(AT)
     assert found.pauses_s == pytest.approx([0.75, 0.05])
+    assert found.resumed_s == pytest.approx([0.75, 0.05])
+    assert not found.slow
+    found.step_s = 0.05
+    assert found.slow
+    found.noticed_s = 0.3
+    assert not found.slow
+    found.measure(AT)
     assert (found.around_s, found.before_s) == pytest.approx((1.0, 0.1))
     assert found.step_s == pytest.approx(0.1)
     assert pause_s([], 0.0) == 0
@@ -89,6 +96,7 @@ def test_the_report(tmp_path: Path) -> None:
     table = program.table(rounds)
     assert "| tokens computed again, per stream | 200 |" in table
     assert "| rounds above a block and a step for each stream | 1 |" in table
+    assert "| rounds with no token for 10 steps after it was noticed | 0 |" in table
     assert "| rounds with a pause above 10 steps and a second | 1 |" in table
     assert "| longest pause from the kill on | 2.10 s |" in table
     assert "| a kill noticed after, at most | 0.25 s |" in table
