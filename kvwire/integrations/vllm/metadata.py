@@ -220,14 +220,21 @@ class ScheduledRequest(NamedTuple):
 
 
 def scheduled_requests(
-    output: Any, known: Collection[str]
+    output: Any, known: Collection[str], due: Mapping[str, int] = NO_LIMITS
 ) -> Iterator[ScheduledRequest]:
     """Yield the parts of a ``SchedulerOutput`` that concern known requests.
 
     A step has hundreds of other requests, which must not be visited one by one.
+
+    Args:
+        output: The step.
+        known: The requests.
+        due: For each of them that may be left out: the number of tokens from which on
+            it matters. Any that gets blocks matters.
     """
     if not known:
         return
+    counts = output.num_scheduled_tokens
     cached = output.scheduled_cached_reqs
     rows = [
         (one.req_id, True, one.block_ids, one.num_computed_tokens)
@@ -237,9 +244,14 @@ def scheduled_requests(
     later = zip(
         cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
     )
-    rows += [(name, False, *rest) for name, *rest in later if name in known]
+    rows += [
+        (name, False, tables, computed)
+        for name, tables, computed in later
+        if name in known
+        and (tables is not None or computed + counts.get(name, 0) >= due.get(name, 0))
+    ]
     for name, new, tables, computed in rows:
-        count = output.num_scheduled_tokens.get(name, 0)
+        count = counts.get(name, 0)
         yield ScheduledRequest(name, new, tables, computed, computed + count)
 
 

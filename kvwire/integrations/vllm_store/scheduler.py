@@ -99,6 +99,9 @@ class StoreScheduler:
         self._scheme = HashScheme(block_tokens)
         self._ask = ask
         self._requests: dict[str, _Tracked] = {}
+        # By request, the tokens with which its next block is full; 0 if it has no
+        # blocks. In most steps a request gets one token, and need not be visited.
+        self._due: dict[str, int] = {}
         self._step = StoreStep()
         # Ended requests that some worker has not freed yet.
         self._leaving: set[str] = set()
@@ -172,13 +175,17 @@ class StoreScheduler:
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             tracked = self._requests.get(request_id)
             if tracked is not None:
+                self._due.pop(request_id, None)
                 tracked.ids = []
                 tracked.saved = 0  # a worker may not have begun to save some of them
                 tracked.busy = False
             step.fenced.add(request_id)
         step.idle = not output.num_scheduled_tokens
-        for one in scheduled_requests(output, self._requests):
+        for one in scheduled_requests(output, self._requests, self._due):
             self._scheduled(step, one)
+            tracked = self._requests[one.id]
+            due = (tracked.saved + 1) * self._block_tokens if tracked.ids else 0
+            self._due[one.id] = due  # bounded: running requests
         return step
 
     def reported(self, sent: Iterable[str], received: Iterable[str]) -> None:
@@ -191,6 +198,7 @@ class StoreScheduler:
     def finished(self, request: Any) -> bool:
         """End a request; return whether a later report frees its blocks."""
         tracked = self._requests.pop(request.request_id, None)
+        self._due.pop(request.request_id, None)
         if tracked is None:
             return False
         self._hint(tracked, tracked.hints)

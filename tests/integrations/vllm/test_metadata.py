@@ -1,4 +1,4 @@
-"""kv_transfer_params, as clients may send them."""
+"""kv_transfer_params, as clients may send them, and what a step is read for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from kvwire import UsageError
-from kvwire.integrations.vllm.metadata import TransferParams, answer
+from kvwire.integrations.vllm.metadata import (
+    TransferParams,
+    answer,
+    scheduled_requests,
+)
+from tests.support.engines.fakes import Cached, New, Output
 
 
 def test_an_answer_is_what_decode_reads() -> None:
@@ -70,3 +75,21 @@ def test_what_is_missing(wanted: TransferParams, said: str) -> None:
 
 def test_who_waits_needs_no_address() -> None:
     TransferParams(sends=True).check()
+
+
+def test_a_step_visits_requests_to_which_something_happens() -> None:
+    """Not those that are unknown, and not those that fill no block in it."""
+    counts = dict.fromkeys(("new", "fills", "gets", "idle", "other"), 1)
+    cached = Cached(
+        ["fills", "gets", "idle", "other"], [None, ([7],), None, None], [7, 3, 5, 7]
+    )
+    output = Output(counts, [New("new", ([1],))], scheduled_cached_reqs=cached)
+    known = counts.keys() - {"other"}
+    due = dict.fromkeys(("new", "fills", "gets", "idle"), 8)
+    visited = list(scheduled_requests(output, known, due))
+    assert [(one.id, one.new, one.stop) for one in visited] == [
+        ("new", True, 1),
+        ("fills", False, 8),
+        ("gets", False, 4),
+    ]
+    assert len(list(scheduled_requests(output, known))) == 4
