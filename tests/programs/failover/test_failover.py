@@ -71,15 +71,20 @@ def test_a_pause_counts_from_the_kill_on() -> None:
     found.measure(AT)
     assert found.pauses_s == pytest.approx([0.75, 0.05])
     assert found.resumed_s == pytest.approx([0.75, 0.05])
-    assert not found.slow
-    found.step_s = 0.05
-    assert found.slow
-    found.noticed_s = 0.3
-    assert not found.slow
-    found.measure(AT)
     assert (found.around_s, found.before_s) == pytest.approx((1.0, 0.1))
     assert found.step_s == pytest.approx(0.1)
     assert pause_s([], 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("step_s", "noticed_s", "slow"),
+    [(0.1, 0.0, False), (0.05, 0.0, True), (0.05, 0.3, False)],
+)
+def test_a_stream_is_slow_from_the_moment_that_a_kill_was_noticed(
+    step_s: float, noticed_s: float, slow: bool
+) -> None:
+    found = round_of(step_s=step_s, noticed_s=noticed_s, resumed_s=[0.75, 0.05])
+    assert found.slow is slow
 
 
 def test_a_step_is_a_mean_without_the_pause() -> None:
