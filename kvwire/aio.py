@@ -33,7 +33,7 @@ from typing import (
 )
 
 from kvwire.errors import UsageError
-from kvwire.types import Deadline, Instant
+from kvwire.types import Deadline, Instant, Uncopied
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -480,7 +480,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class AsyncWith:
+class AsyncWith(Uncopied):
     """Base class that raises a helpful error for a plain ``with``."""
 
     __slots__ = ()

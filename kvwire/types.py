@@ -18,6 +18,8 @@ from typing import (
     Literal,
     NamedTuple,
     NewType,
+    NoReturn,
+    SupportsIndex,
     TypeAlias,
     TypeVar,
     final,
@@ -429,6 +431,23 @@ class Grant:
             token=token,
             offset=offset,
             nbytes=nbytes,
+        )
+
+
+class Uncopied:
+    """Base class of objects with addresses, descriptors or tasks of this process.
+
+    A copy would share them with the original, and let go of them at its end; a pickle
+    would be read where they belong to something else.
+    """
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``, which all call this."""
+        raise UsageError(
+            f"{type(self).__name__}: it belongs to this process, so it can be neither "
+            "copied nor pickled; make another one where it is needed"
         )
 
 

@@ -77,7 +77,7 @@ def test_seconds_of_any_type(seconds: Any) -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, 10**400, True, "5", None])
 def test_what_is_no_number_of_seconds(seconds: Any) -> None:
-    said = f"lease_s={seconds!r}: pass a number of seconds above 0"
+    said = f"lease_s={seconds!r:.80}: pass a number of seconds above 0"
     with pytest.raises(UsageError, match=said):
         aio.seconds_of("lease_s", seconds)
 

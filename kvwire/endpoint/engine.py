@@ -39,14 +39,14 @@ from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory
 from kvwire.transfers.options import PublishOptions, ReceiveOptions
-from kvwire.types import Access, AccessName, Address
+from kvwire.types import Access, AccessName, Address, Uncopied
 
 T = TypeVar("T")
 # Time for closing directories and transports, after a communicator's connections.
 _CLOSE_SLACK_S: Final = 30.0
 
 
-class Engine:
+class Engine(Uncopied):
     """Runs a communicator on its own thread; any thread may call it.
 
     Once a send, recv, put or get has returned or raised, nothing touches its memory any

@@ -34,14 +34,14 @@ from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import ReceiveOptions, SendOptions
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.ready_log import Which
-from kvwire.types import Access, AccessName, Grant, PeerInfo, TransportReport
+from kvwire.types import Access, AccessName, Grant, PeerInfo, TransportReport, Uncopied
 
 T = TypeVar("T")
 M = TypeVar("M", Region, Window, RemoteWindow)
 V = TypeVar("V", Connection, Peer)
 
 
-class _EngineVerbs(Generic[V]):
+class _EngineVerbs(Uncopied, Generic[V]):
     """Holds the verbs that connections and peers share in synchronous code."""
 
     def __init__(self, engine: object, thread: IOThread, verbs: V) -> None:
@@ -300,7 +300,7 @@ class EnginePeer(_EngineVerbs[Peer]):
         return EngineConnection(self._engine, self._thread, found)
 
 
-class _EngineMemory(Generic[M]):
+class _EngineMemory(Uncopied, Generic[M]):
     """Closes memory that peers may reach at the end of a block."""
 
     def __init__(self, engine: object, thread: IOThread, memory: M) -> None:
@@ -445,7 +445,7 @@ class EngineRemoteWindow(_EngineMemory[RemoteWindow]):
         self._thread.call(self._memory.close())
 
 
-class _EngineTransfer:
+class _EngineTransfer(Uncopied):
     """Holds the methods that both ends of a transfer share in synchronous code."""
 
     def __init__(

@@ -26,11 +26,12 @@ from kvwire.errors import KVWireError
 from kvwire.memory.device.ops import Event
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
+from kvwire.types import Uncopied
 
 T = TypeVar("T")
 
 
-class Request(Coroutine[Any, Any, T], Generic[T]):
+class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
     """Represents one running send, recv, put or get. Await it for its result.
 
     It can be passed wherever asyncio takes a coroutine: ``asyncio.create_task``,

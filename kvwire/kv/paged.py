@@ -30,14 +30,14 @@ from kvwire.kv.layout import (
 )
 from kvwire.kv.spec import KVSpec
 from kvwire.kv.tensors import TensorView, tensor_view
-from kvwire.types import Device, MemoryKind
+from kvwire.types import Device, MemoryKind, Uncopied
 
 T = TypeVar("T")
 GroupSource: TypeAlias = "tuple[KVSpec, object] | tuple[KVSpec, object, str]"
 """The description of one group: spec, tensors and, if it is not the default, layout."""
 
 
-class PagedCache:
+class PagedCache(Uncopied):
     """One process's KV cache, in blocks, over memory that the caller owns.
 
     Args:

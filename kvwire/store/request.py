@@ -9,9 +9,10 @@ from typing import Any
 from kvwire.aio import LoopThread
 from kvwire.kv.outcome import Outcome
 from kvwire.store.operations.base import Operation
+from kvwire.types import Uncopied
 
 
-class StoreRequest:
+class StoreRequest(Uncopied):
     """A running put or get. Await it for its :class:`~kvwire.Outcome`.
 
     It starts with the call, whether it is awaited or not. Cancelling an await stops the

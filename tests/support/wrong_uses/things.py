@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 import os
 import threading
@@ -150,6 +151,7 @@ NAMES: Final[dict[str, Callable[[Things], Any]]] = {
     "config": lambda t: kvwire.Config(),
     "KVSpec": lambda t: partial(replace, SPEC),
     "nan": lambda t: math.nan,
+    "copy": lambda t: copy,
     "address": lambda t: "127.0.0.1:1",
     "buffer": lambda t: bytearray(8),
     "spec": lambda t: SPEC,
