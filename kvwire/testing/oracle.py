@@ -166,12 +166,23 @@ class WatchedMemory:
         return self.words[list(slots)].reshape(-1)
 
     def wrote(self, words: Words, slots: Sequence[int]) -> npt.NDArray[np.bool_]:
-        """Return for each word whether it was written to these slots in any life."""
+        """Return for each word whether it was written to these slots in any life.
+
+        A word between two lives may consist of bytes of both.
+        """
         names = _mixed(words, _UNMIX)
         lives = (names >> _HALF) - np.uint64(self.writer << _LIFE_BITS)
-        clean = names & _PLACES == self._places[list(slots)].reshape(-1)
-        known = clean & (lives > 0) & (lives <= np.uint64(self.life))
-        return np.asarray(known, np.bool_)
+        places = self._places[list(slots)].reshape(-1)
+        clean = names & _PLACES == places
+        known = np.asarray(clean & (lives > 0) & (lives <= self.life), np.bool_)
+        between = 1 + np.flatnonzero(~known[1:-1] & known[:-2] & known[2:])
+        found = words[between].view(np.uint8)
+        whole = np.zeros(found.size, np.bool_)
+        for beside in (between - 1, between + 1):
+            written = stamp(self.writer, lives[beside], places[between])
+            whole |= found == written.view(np.uint8)
+        known[between] = whole.reshape(-1, WORD_BYTES).all(axis=1)
+        return known
 
     def watch(self) -> Wrong | None:
         """Compare every slot with its allowed content."""

@@ -59,6 +59,9 @@ def test_what_landed_is_judged(
     assert judged(np.where(first, blank, expected)) == "hole"
     assert judged(stale) == "stale"
     assert judged(np.where(first, stale, expected)) == "torn"
+    within = expected.copy()
+    within.view(np.uint8)[:11] = stale.view(np.uint8)[:11]
+    assert judged(within) == "torn"
     assert judged(expected[::-1].copy()) == "misplaced"
     assert judged(np.where(first, right.found([0, 3]), expected)) == "foreign"
     assert judged(np.where(first, expected ^ np.uint64(1), expected)) == "foreign"
