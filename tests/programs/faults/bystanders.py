@@ -83,7 +83,8 @@ class DecodeLog:
 # What vLLM does to requests, and what kvwire has said of each that lacks blocks.
 _DONE: Final = re.compile(r"(?:Recovered from KV load failure: |Failing )(\d+) request")
 _LACKS: Final = re.compile(
-    r"transfer \w+:? (?:was not begun|\d+ of \d+ blocks of|none of the ranks)"
+    r"could not start transfer \w+:|"
+    r"transfer \w+: (?:\d+ of \d+ blocks of|none of the ranks)"
 )
 
 

@@ -13,7 +13,10 @@ from tests.programs.faults.answers import Outcome, Reference, judged
 from tests.programs.faults.arena import Tally
 from tests.programs.faults.bystanders import rewound
 from tests.programs.faults.cases import COMPUTED_ONCE
+from tests.support.engines import steps
 from tests.support.engines.serving import metric_of
+from tests.support.servers import free_port
+from tests.support.waiting import eventually
 
 
 def answer(*tokens: int, best: tuple[float, float] = (9.0, 5.0)) -> Any:
@@ -66,11 +69,24 @@ def test_nothing_is_computed_twice_for_want_of_patience(case: str) -> None:
 def test_who_was_set_back_for_others() -> None:
     """As the log of an engine has it, in which each line says when and where."""
     lost = "WARNING 11-27 [receiving.py:109] transfer ab: 2 of 3 blocks of 'kv' did not"
-    none = "WARNING 11-27 [receiving.py:81] transfer cd was not begun: refused"
+    none = "WARNING 11-27 [receiving.py:102] could not start transfer cd: refused"
     back = "[scheduler.py] Recovered from KV load failure: %d request(s) rescheduled"
     assert rewound("\n".join((lost, none, back % 2))) == 0
     assert rewound("\n".join((lost, none, back % 1, back % 3))) == 2
     assert rewound("Failing 1 request(s) due to KV load failure") == 1
+
+
+def test_the_connector_names_whoever_lacks_blocks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    back = "Recovered from KV load failure: 1 request(s) rescheduled"
+    with steps.workers(load_timeout_s=0.1) as (prefill, decode):
+        nobody = f"tcp://127.0.0.1:{free_port()}"
+        for remote in (nobody, prefill.side.address):
+            caplog.clear()
+            steps.fetch(decode, steps.fetching((remote,)))
+            assert eventually(lambda: "d" in decode.side.finished(())[1])
+            assert rewound(f"{caplog.text}\n{back}") == 0
 
 
 def test_a_metric_by_one_of_its_labels() -> None:
