@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -163,7 +164,29 @@ def _view_of_array(array: np.ndarray[Any, Any], where: str) -> TensorView:
     )
 
 
+def check_values(torch: Any, tensor: Any, where: str) -> None:
+    """Refuse a torch tensor whose memory does not hold its values.
+
+    Raises:
+        UsageError: It is nested or sparse, or a view that changes their signs.
+    """
+    if tensor.is_nested:
+        raise UsageError(f"{where}: the tensor is nested; pass one of tensor.unbind()")
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{where}: the tensor's layout is {tensor.layout}; pass tensor.to_dense()"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError(
+            f"{where}: the tensor is a view whose values are not those in memory; pass "
+            f"tensor.resolve_conj().resolve_neg()"
+        )
+
+
 def _view_of_torch(tensor: Any, where: str) -> TensorView:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        check_values(torch, tensor, where)
     # The pointer is used, not the array interface, because torch's interface lacks
     # float8 and refuses tensors that require a gradient.
     item_bytes = tensor.element_size()

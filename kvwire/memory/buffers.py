@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments, Payload
-from kvwire.kv.tensors import TensorView, tensor_view
+from kvwire.kv.tensors import TensorView, check_values, tensor_view
 from kvwire.limits import KIB
 
 if TYPE_CHECKING:
@@ -162,12 +162,7 @@ def _payload_of(buffer: Any, what: str) -> Payload:
 
 def _check_tensor(torch: Any, tensor: Any, what: str) -> None:
     """Refuse a torch tensor whose memory is not simply its values, in order."""
-    if tensor.is_nested:
-        raise UsageError(f"{what}: the tensor is nested; pass one of tensor.unbind()")
-    if tensor.layout is not torch.strided:
-        raise UsageError(
-            f"{what}: the tensor's layout is {tensor.layout}; pass tensor.to_dense()"
-        )
+    check_values(torch, tensor, what)
     if tensor.device.type not in ("cpu", "cuda"):
         raise UsageError(
             f"{what}: the tensor is on {tensor.device}; kvwire moves host memory "
@@ -177,11 +172,6 @@ def _check_tensor(torch: Any, tensor: Any, what: str) -> None:
         raise UsageError(
             f"{what}: the tensor is not contiguous (shape {tuple(tensor.shape)}, "
             f"strides {tensor.stride()}); pass tensor.contiguous()"
-        )
-    if tensor.is_conj() or tensor.is_neg():
-        raise UsageError(
-            f"{what}: the tensor is a view whose values are not those in memory; pass "
-            f"tensor.resolve_conj().resolve_neg()"
         )
 
 

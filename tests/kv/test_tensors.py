@@ -241,3 +241,18 @@ def test_dtypes_that_stand_for_another(stored: Any, dtype: DType, fits: bool) ->
         return
     with pytest.raises(UsageError, match=f"t: dtype is {view.dtype}, but the spec has"):
         view.require_dtype(dtype, "t")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_torch_tensors_whose_memory_is_not_their_values() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    plain = torch.ones((9, 2, 16, 4, 8))
+    nested = torch.nested.nested_tensor([plain[0], plain[1]])
+    for tensor, said in (
+        (torch._neg_view(plain), "pass tensor.resolve_conj"),
+        (plain.to_sparse(), "pass tensor.to_dense"),
+        (nested, "pass one of tensor.unbind"),
+    ):
+        with pytest.raises(UsageError, match=f"^t: .*{said}"):
+            tensor_view(tensor, "t")
+    assert tensor_view(plain, "t").shape == (9, 2, 16, 4, 8)
