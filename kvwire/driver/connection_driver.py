@@ -46,7 +46,7 @@ from kvwire.limits import (
     WAITING_LOG_S,
     WAKEUP_BYTES,
 )
-from kvwire.memory.buffers import mid_page_memory
+from kvwire.memory.buffers import mid_page_memory, uncleared
 from kvwire.memory.checksum import LOW_32_BITS, view_digest
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
@@ -76,6 +76,9 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 # Payload up to this size (some 50 us) is sent before tasks that an event has woken run.
 # More payload waits for these tasks.
 _WOKEN_BYTES: Final = 256 * KIB
+# The most bytes of a held message's memory that are cleared first: for these, another
+# call takes longer.
+_CLEARED_BYTES_MAX: Final = 4 * KIB
 # How many events in one turn of the loop make payload queue up again. More events, or a
 # task that causes one in each turn, cannot keep payload from being sent.
 _PUT_OFF_MAX: Final = 64
@@ -341,7 +344,9 @@ class ConnectionDriver(LinkHandler):
         elif arrival.place is _WHOLE:
             place = mid_page_memory(length).data
         elif arrival.place is not _NOWHERE:
-            place = memoryview(bytearray(length))
+            # Clearing much memory would only drive other things out of the cache.
+            much = length > _CLEARED_BYTES_MAX
+            place = memoryview(uncleared(length) if much else bytearray(length))
         landing.place = landing.payload = place
         return landing
 

@@ -38,6 +38,9 @@ Blocks: TypeAlias = "BlockIds | Mapping[str, BlockIds]"
 any_of: Final = np.logical_or.reduce
 all_of: Final = np.logical_and.reduce
 
+# A list of so few ids is checked faster without arrays.
+_FEW: Final = 16
+
 UNNAMED: Final = -1
 """The id of a position whose block the producer has not named yet."""
 
@@ -360,6 +363,8 @@ def _join_group(
 
 
 def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:
+    if type(ids) is list and len(ids) <= _FEW and _are_right(ids, num_blocks):
+        return np.array(ids, np.int64)
     refuse_masked(ids, f"blocks of group {group!r}")
     given = np.asarray(ids)
     if given.size == 0:
@@ -387,3 +392,13 @@ def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:
             f"twice, again at position {position}"
         )
     return checked
+
+
+def _are_right(ids: list[int], num_blocks: int) -> bool:
+    """Return whether a list has distinct ids in range, and is not empty."""
+    return (
+        set(map(type, ids)) == {int}
+        and min(ids) >= 0
+        and max(ids) < num_blocks
+        and len(set(ids)) == len(ids)
+    )

@@ -453,8 +453,8 @@ class Messages:
         if waiting.error:
             self._requests.fail(request, waiting.error, tell=None)
             return
-        request.advance(RequestInput.GO)
-        request.advance(RequestInput.MOVED)
+        request.state = _WHOLE
+        request.over = True
         self._requests.finish(request, held=waiting.buffer)
 
     def _receive(self, request: RequestRecord) -> None:
@@ -475,8 +475,7 @@ class Messages:
     def _let_go(self, waiting: UnreceivedMessage) -> None:
         """Retire a held message's buffer, and drop the link's hold on it."""
         assert waiting.buffer is not None
-        self._holds.retire(waiting.buffer)
-        self._holds.drop(waiting.buffer)
+        self._holds.drop_and_retire(waiting.buffer)
 
     def _tell_refused(self, wire_id: int) -> None:
         reason = "the receiver has closed the connection"

@@ -257,8 +257,11 @@ class Index:
         if orders is not None:
             self._orders[slots] = orders
         self._born[slots] = self.now() if born is None else born
-        self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
         self._state.names[slots] = keys
+        if slots.size == 1:
+            self._slots[keys[0]] = slots.item(0)
+        else:
+            self._slots.update(zip(keys.tolist(), slots.tolist(), strict=True))
         if self.shared is not None:
             self.shared.add(keys, slots, self._orders[slots])
 
@@ -328,6 +331,9 @@ class Index:
         """Mark named slots as just used; a slot may be listed several times."""
         if self.counts_uses:
             self.used(slots)
+        if slots.size == 1 and not self._state.pins.item(slots.item(0)):
+            self._release(keys, slots)
+            return
         pins = self._state.pins[slots]
         if any_of(pins):
             free = pins == 0

@@ -69,6 +69,7 @@ from kvwire.store.tiers.base import (
     BlockResults,
     Tier,
     Touches,
+    all_landed,
 )
 
 _READ_ONLY: Final = "this server is read-only"
@@ -376,7 +377,8 @@ class RemoteTier(Tier):
                         batch.tell(which, part)
         except KVWireError as exc:
             self.error = error_text(exc)
-        self._touches.moved(batch.keys[results == LANDED])
+        whole = all_landed(results)
+        self._touches.moved(batch.keys if whole else batch.keys[results == LANDED])
         return results
 
     async def _put(
