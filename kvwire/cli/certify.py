@@ -17,6 +17,7 @@ from cyclopts import App, Parameter
 from cyclopts.types import PositiveFloat, PositiveInt
 from rich.status import Status
 from rich.table import Table
+from rich.text import Text
 
 from kvwire import UsageError
 from kvwire.cli.console import console, show
@@ -130,7 +131,9 @@ class _Progress:
         self.interrupted = False
         self._count = 0
         self._target = target
-        self._status = Status(f"{target}: starting", console=console(stderr=True))
+        # A text, since Status reads strings as markup.
+        text = Text(f"{target}: starting")
+        self._status = Status(text, console=console(stderr=True))
 
     def __enter__(self) -> Self:
         self._status.start()
@@ -142,7 +145,7 @@ class _Progress:
     def __call__(self, seed: int, played: Played) -> None:
         """Count a schedule; print its breach."""
         self._count += 1
-        self._status.update(f"{self._target}: {self._count} schedules")
+        self._status.update(Text(f"{self._target}: {self._count} schedules"))
         if played.rule:
             text = f"seed {seed}: {played.rule}: {played.text}"
             self._status.console.print(text, soft_wrap=True)

@@ -132,6 +132,7 @@ def test_an_adapter_has_modules_beside_it(tmp_path: Path) -> None:
     [
         ("tory", "is neither module:Class nor file.py:Class; did you mean 'toy'?"),
         ("nowhere.py:Thing", "file nowhere.py does not exist in /"),
+        ("[/]", "target '[/]' is neither module:Class nor file.py:Class"),
         (f"{PLANTS}:Hold", "plants.py has no Hold; did you mean 'Hole'?"),
         (f"{PLANTS}", "lacks a class; known are "),
         (f"{PLANTS}:KEPT", "must be a subclass of kvwire.testing.certify.End"),
