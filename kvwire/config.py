@@ -542,15 +542,15 @@ def checked_values(
         if found is None:
             raise UsageError(f"{usual_origin}: {exc}") from None
         key = found[1]
-        said = str(exc).removesuffix(found[0])
-        said = said.replace("`array`", "`list`").replace("`null`", "`None`")
-        if said.startswith("Expected `object`"):
-            said = _TABLES.get(key, said)
+        text = str(exc).removesuffix(found[0])
+        text = text.replace("`array`", "`list`").replace("`null`", "`None`")
+        if text.startswith("Expected `object`"):
+            text = _TABLES.get(key, text)
         hint = get_type_hints(kind)[key]
         if get_origin(hint) is Literal:
-            said += f"; {nearest(values[key], filter(None, get_args(hint)))}"
+            text += f"; {nearest(values[key], filter(None, get_args(hint)))}"
         origin = origins.get(key, usual_origin)
-        raise UsageError(f"{origin}: {key}={_shown(values[key])}: {said}") from None
+        raise UsageError(f"{origin}: {key}={_shown(values[key])}: {text}") from None
 
 
 def _shown(value: Any) -> str:

@@ -411,12 +411,12 @@ def drop_frames(error: BaseException) -> None:
 
 def with_remedy(error: BaseException) -> str:
     """Return a system error's text together with a remedy."""
-    said = (getattr(error, "strerror", None) or str(error)).rstrip(".")
+    text = (getattr(error, "strerror", None) or str(error)).rstrip(".")
     remedy = _REMEDIES.get(getattr(error, "errno", None) or 0)
     where = getattr(error, "filename", None)
     if isinstance(where, str):
-        said = f"{where}: {said}"
-    return f"{said}; {remedy}" if remedy else said
+        text = f"{where}: {text}"
+    return f"{text}; {remedy}" if remedy else text
 
 
 def wrong_type(name: str, value: object, wanted: str) -> UsageError:

@@ -98,12 +98,12 @@ class FaultPlan:
                 raise UsageError(f"fault plan: {name}={value!r} is below 0")
 
     def __repr__(self) -> str:
-        said = (
+        parts = (
             f"{field.name}={getattr(self, field.name)!r}"
             for field in fields(self)
             if getattr(self, field.name) != field.default
         )
-        return f"FaultPlan({', '.join(said)})"
+        return f"FaultPlan({', '.join(parts)})"
 
 
 def schedule(plan: FaultPlan, direction: str) -> Iterator[tuple[Fault, float]]:

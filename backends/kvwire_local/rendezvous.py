@@ -184,8 +184,8 @@ class Rendezvous:
     # --- greetings --------------------------------------------------------------------
 
     async def _greet(self, sock: socket.socket, methods: ReadMethod) -> None:
-        said = _GREETING.pack(self._cookie.ctypes.data, methods)
-        greeting = said + self._proof(self._role, said)
+        body = _GREETING.pack(self._cookie.ctypes.data, methods)
+        greeting = body + self._proof(self._role, body)
         await asyncio.get_running_loop().sock_sendall(sock, greeting)
 
     async def _greeting(self, sock: socket.socket) -> tuple[int, ReadMethod]:
@@ -203,17 +203,17 @@ class Rendezvous:
                     "local: the peer has left before the lane was open"
                 )
             greeting += more
-        said = greeting[: _GREETING.size]
+        body = greeting[: _GREETING.size]
         proof = greeting[_GREETING.size :]
-        if not hmac.compare_digest(proof, self._proof(self._role.other, said)):
+        if not hmac.compare_digest(proof, self._proof(self._role.other, body)):
             raise BackendUnavailable(
                 "local: the process that answered does not know the secret"
             )
-        address, methods = _GREETING.unpack(said)
+        address, methods = _GREETING.unpack(body)
         return address, ReadMethod(methods & (ReadMethod.MEMORY | ReadMethod.ARENA))
 
-    def _proof(self, role: Role, said: bytes) -> bytes:
-        return self._derived(b"greeting %d " % role + said)
+    def _proof(self, role: Role, body: bytes) -> bytes:
+        return self._derived(b"greeting %d " % role + body)
 
     def _cookie_of(self, role: Role) -> bytes:
         return self._derived(b"cookie %d" % role)[:_COOKIE_BYTES]

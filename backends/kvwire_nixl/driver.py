@@ -233,8 +233,8 @@ class NixlDriver:
         self.agent.register(page.address, page.nbytes)
         self._slots = NixlSlots(self.agent)
         self._page.memory[:WORD_BYTES] = self._proofs.word()
-        said = self.agent.describe(page.address, page.nbytes, connection=True)
-        self.own = dataclasses.replace(self.own, word=page.address, metadata=said)
+        metadata = self.agent.describe(page.address, page.nbytes, connection=True)
+        self.own = dataclasses.replace(self.own, word=page.address, metadata=metadata)
         with self._changed:
             while not (self._peer or self._ending):
                 self._changed.wait()
@@ -384,8 +384,8 @@ class NixlDriver:
         if not self.agent.is_done(self._word_handle):
             return False
         self._word_posted = False
-        said = bytes(self._page.memory[_THEIRS : _THEIRS + WORD_BYTES])
-        if said != self._proofs.word(of_peer=True):
+        word = bytes(self._page.memory[_THEIRS : _THEIRS + WORD_BYTES])
+        if word != self._proofs.word(of_peer=True):
             raise _peer_has_ended()
         self._unpace()
         return True

@@ -157,16 +157,16 @@ class NixlAgent:
     def describe(self, address: int, nbytes: int, *, connection: bool = False) -> bytes:
         """Return the description that lets a peer's agent read this memory."""
         region = self._region(address, nbytes)
-        said = self._checked("getLocalPartialMD", region, connection, self._plugin)
-        return bytes(said)
+        metadata = self._checked("getLocalPartialMD", region, connection, self._plugin)
+        return bytes(metadata)
 
-    def learn(self, said: bytes, name: str) -> None:
+    def learn(self, metadata: bytes, name: str) -> None:
         """Load a description from the peer's agent, which has that name.
 
         Raises:
             ConnectionLost: It comes from another agent.
         """
-        heard = self._checked("loadRemoteMD", said)
+        heard = self._checked("loadRemoteMD", metadata)
         if heard.decode(errors="replace") != name:
             raise ConnectionLost("nixl: the peer described another agent's memory")
         self._peer = name

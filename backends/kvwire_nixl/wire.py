@@ -180,8 +180,8 @@ class LaneProofs:
 
     def note(self, count: int) -> bytes:
         """Return a note with the number of read payloads."""
-        said = _COUNT.pack(count)
-        return said + self._proof(b"read" + said, False)
+        number = _COUNT.pack(count)
+        return number + self._proof(b"read" + number, False)
 
     def read_notes(self, notes: Iterable[bytes]) -> tuple[int, bool]:
         """Return how many payloads the peer has read, and whether it has ended.
@@ -191,10 +191,10 @@ class LaneProofs:
         most = 0
         bye = False
         for note in notes:
-            said = note[: _COUNT.size]
+            number = note[: _COUNT.size]
             proof = note[_COUNT.size :]
-            if hmac.compare_digest(proof, self._proof(b"read" + said, True)):
-                (count,) = _COUNT.unpack(said)
+            if hmac.compare_digest(proof, self._proof(b"read" + number, True)):
+                (count,) = _COUNT.unpack(number)
                 bye |= count == BYE
                 most = max(most, count if count != BYE else 0)
         return most, bye

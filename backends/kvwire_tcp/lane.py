@@ -43,7 +43,7 @@ from kvwire_tcp.preamble import (
     token_in,
     token_of,
 )
-from kvwire_tcp.waiting import heard, said
+from kvwire_tcp.waiting import received, sent
 from kvwire_tcp.wire import Wire
 from kvwire_tcp.writer import SendQueue
 
@@ -195,8 +195,8 @@ class TcpLane(Lane):
                 undo.enter_context(wire.sock)
                 binding = _binding(wire)
                 preamble = make_preamble(context.secret, context.number, nonce, binding)
-                await said(wire, preamble, self._loop)
-                answer = await heard(wire, ANSWER_BYTES, self._loop)
+                await sent(wire, preamble, self._loop)
+                answer = await received(wire, ANSWER_BYTES, self._loop)
             except (OSError, AuthenticationFailed) as exc:
                 raise BackendUnavailable(
                     f"{context.remote_address} cannot be reached: {exc}"

@@ -28,7 +28,7 @@ async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
         )
 
 
-async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
+async def sent(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None:
     """Send all of ``data``.
 
     Cancel safety: safe, but a part may have been sent.
@@ -39,20 +39,20 @@ async def said(wire: Wire, data: bytes, loop: asyncio.AbstractEventLoop) -> None
     await _done(wire, loop, wire.flush)
 
 
-async def heard(wire: Wire, count: int, loop: asyncio.AbstractEventLoop) -> bytes:
+async def received(wire: Wire, count: int, loop: asyncio.AbstractEventLoop) -> bytes:
     """Receive ``count`` bytes; less if the stream ends before that.
 
     Cancel safety: safe, but a part may be lost.
     """
-    received = memoryview(bytearray(count))
+    place = memoryview(bytearray(count))
     filled = 0
     while filled < count:
-        rest = received[filled:]
+        rest = place[filled:]
         more = await _done(wire, loop, lambda: wire.recv_into(rest))  # noqa: B023
         if not more:
             break
         filled += more
-    return bytes(received[:filled])
+    return bytes(place[:filled])
 
 
 async def _done(

@@ -279,7 +279,7 @@ class UcxLane(Lane):
             self._loop.call_soon(self._end, exc)
             return b""
         lengths = piece_lengths(payload)
-        said = descriptor(self._next_sent, lengths)
+        described = descriptor(self._next_sent, lengths)
         parts = _MessageParts(token, max(1, len(lengths)))
         self._payloads += 1
         for piece in pieces(payload, lengths):
@@ -292,7 +292,7 @@ class UcxLane(Lane):
                 tag,
                 lambda status, _: self._piece_sent(parts, status),
             )
-        return said
+        return described
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
         first, lengths = read_descriptor(descriptor, landing.length)

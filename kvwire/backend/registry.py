@@ -92,8 +92,10 @@ def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
         found = _installed(tuple(sys.path))
     # Any exception is possible: importlib.metadata does not validate entry-point files.
     except Exception as exc:
-        said = f"{type(exc).__name__}: {exc}{_culprit()}"
-        raise BackendUnavailable(f"installed packages cannot be read: {said}") from exc
+        reason = f"{type(exc).__name__}: {exc}{_culprit()}"
+        raise BackendUnavailable(
+            f"installed packages cannot be read: {reason}"
+        ) from exc
     if not found:
         # Without a free descriptor a folder appears empty, which must not be cached.
         _installed.cache_clear()

@@ -98,8 +98,8 @@ def trace(folder: Path | None = None, /, *, to: Path = Path("trace.json")) -> No
         KVWireError: No process answers.
     """
     found, silent = traces(sockets(folder))
-    for said in silent:
-        print(said, file=sys.stderr)
+    for text in silent:
+        print(text, file=sys.stderr)
     if not found:
         raise KVWireError(NOBODY)
     to.write_bytes(msgspec.json.encode(document(found)))

@@ -319,8 +319,8 @@ class Directory(AsyncWith, ABC):
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
                 await self.erase(key)
         except OSError as exc:  # a timeout is an OSError as well
-            said = (self, key, _text(exc))
-            logger.info("directory %s: %s was not withdrawn: %s", *said)
+            details = (self, key, _text(exc))
+            logger.info("directory %s: %s was not withdrawn: %s", *details)
         finally:
             if self._announcements.get(key) is asyncio.current_task():
                 del self._announcements[key]

@@ -73,8 +73,8 @@ class Selector:
 
 def _holds(record: Record, key: str, value: str) -> bool:
     if key in _TEXTS:
-        said: str = getattr(record, key)
-        return said == value
+        found: str = getattr(record, key)
+        return found == value
     if key == "transport":
         return value in record.transports
     if key == "spec":

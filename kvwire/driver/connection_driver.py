@@ -217,24 +217,24 @@ class ConnectionDriver(LinkHandler):
 
     def start_transfer(
         self,
-        attempt: TransferPart,
+        leg: TransferPart,
         *,
         key: bytes,
         priority: int,
         description: bytes,
         pull: bool,
     ) -> None:
-        """Request a transfer from the peer; `attempt` gets the core's request.
+        """Request a transfer from the peer; `leg` gets the core's request.
 
         Raises:
             ConnectionClosed: The connection is closing or closed.
             UsageError: The peer has too many transfers to answer already.
         """
         transfer = TransferRecord(id=key, priority=priority)
-        attempt.core = self.core.open_transfer(
+        leg.core = self.core.open_transfer(
             transfer, description, pull=pull, deadline=None
         )
-        attempt.core.context = attempt
+        leg.core.context = leg
         self.run()
 
     def send_segment(
@@ -260,7 +260,7 @@ class ConnectionDriver(LinkHandler):
         transfers = self.transfers
         segment = transfers.mark(request, box, nbytes, commit)
         if (
-            segment.unsaid is None
+            segment.unsent_mark is None
             or self.running
             or self._outbox.frames
             or self._chunks.busy
@@ -582,7 +582,7 @@ class ConnectionDriver(LinkHandler):
             payload = self._buffers.part(chunk.buffer, chunk.offset, chunk.length)
         if (
             endpoint is not None
-            and not chunk.unsaid
+            and not chunk.carries_mark
             and self._scheduler.carries(endpoint, payload)
         ):
             header, body = self._scheduler.send(endpoint, chunk, payload)

@@ -175,9 +175,9 @@ def _tensors(file: _File) -> list[_Piece]:
         header = json.loads(opened.read(size))
     header.pop("__metadata__", None)
     found = []
-    for name, said in header.items():
-        first, stop = said["data_offsets"]
-        named = json.dumps([name, said["dtype"], said["shape"]])
+    for name, entry in header.items():
+        first, stop = entry["data_offsets"]
+        named = json.dumps([name, entry["dtype"], entry["shape"]])
         found.append(_Piece(named, file.path, 8 + size + first, stop - first))
     return found
 

@@ -228,8 +228,8 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
         """Return every distinct reason, of missing blocks and of unnamed positions."""
         codes = [group.codes for group in self.groups.values()]
         used = distinct(np.concatenate(codes)).tolist() if codes else []
-        said = [self.meanings[code] for code in used]
-        return tuple(dict.fromkeys((*said, *self.beside)))
+        texts = [self.meanings[code] for code in used]
+        return tuple(dict.fromkeys((*texts, *self.beside)))
 
     def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
         """Return the missing layers of a missing block, by the model's index."""

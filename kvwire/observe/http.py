@@ -111,8 +111,8 @@ class MetricsServer:
                 return self._top(self.orders, headers, client)
             if (file := page_file(path)) is not None:
                 return HttpReply(HTTPStatus.OK, *file)
-        said = f"the paths are /metrics, /health and {PAGE}\n".encode()
-        return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
+        text = f"the paths are /metrics, /health and {PAGE}\n".encode()
+        return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", text)
 
     def _top(
         self, orders: ServerOrders, headers: Mapping[str, str], client: HttpClient
@@ -133,7 +133,9 @@ class MetricsServer:
 
     def _health(self) -> HttpReply:
         turns = self._on_loop(lambda: True)
-        trouble = {name: said for name, said in self._store.report.items() if said}
+        trouble = {
+            name: reason for name, reason in self._store.report.items() if reason
+        }
         state = ("degraded" if trouble else "ok") if turns else "stuck"
         body = json.dumps({"status": state, "trouble": trouble}).encode() + b"\n"
         status = HTTPStatus.OK if turns else HTTPStatus.SERVICE_UNAVAILABLE

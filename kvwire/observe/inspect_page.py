@@ -58,8 +58,8 @@ class InspectPage:
         if (file := page_file(path)) is not None:
             return HttpReply(HTTPStatus.OK, *file)
         if path != DATA:
-            said = f"the path is {PAGE}\n".encode()
-            return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", said)
+            text = f"the path is {PAGE}\n".encode()
+            return HttpReply.of(HTTPStatus.NOT_FOUND, "text/plain", text)
         shown = headers.get("authorization", "").encode()
         if not hmac.compare_digest(f"Bearer {self.key}".encode(), shown):
             why = "open the link that kvwire top has printed, or enter its key"

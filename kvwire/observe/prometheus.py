@@ -241,8 +241,8 @@ class StoreCollector(Collector):
         trouble = GaugeMetricFamily(
             "kvwire_store_trouble", "Whether a tier has reported trouble", labels=labels
         )
-        for tier, said in store.report.items():
-            trouble.add_metric([name, tier], bool(said))
+        for tier, reason in store.report.items():
+            trouble.add_metric([name, tier], bool(reason))
         yield trouble
 
 

@@ -264,7 +264,7 @@ def _waits(found: Sequence[Snapshot]) -> Iterator[Wait]:
                 alarm=not silent.isdisjoint(transfer.peers),
             )
         for store in one.stores:
-            trouble = [f"{tier}: {said}" for tier, said in store.trouble.items()]
+            trouble = [f"{tier}: {reason}" for tier, reason in store.trouble.items()]
             for call in store.calls:
                 yield Wait(
                     one.name,

@@ -69,10 +69,10 @@ class Chunk(msgspec.Struct, eq=False):
     taken: bool | None = None
 
     @property
-    def unsaid(self) -> bool:
+    def carries_mark(self) -> bool:
         """Whether its header must carry the segment's mark."""
         mover = self.mover
-        return isinstance(mover, SegmentRecord) and mover.unsaid is not None
+        return isinstance(mover, SegmentRecord) and mover.unsent_mark is not None
 
 
 class ChunkMover:

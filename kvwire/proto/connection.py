@@ -336,9 +336,9 @@ class ConnectionCore:
         offset = chunk.position
         wire_id = chunk.request.wire_id
         mover = chunk.mover
-        if isinstance(mover, SegmentRecord) and mover.unsaid is not None:
+        if isinstance(mover, SegmentRecord) and mover.unsent_mark is not None:
             frame_type = _MARKED_DATA
-            offset = self.transfers.said(mover)
+            offset = self.transfers.take_mark(mover)
         return self.outbox.framing.payload(
             frame_type, chunk.length, wire_id, chunk.number, offset, check
         )

@@ -117,10 +117,10 @@ class Framing:
         if header.type < FIRST_PAYLOAD_TYPE:
             sealed = header.flags == _SEALED
             if sealed != (self._open_key is not None):
-                said = "a sealed" if sealed else "an unsealed"
+                kind = "a sealed" if sealed else "an unsealed"
                 raise UnexpectedFrame(
                     "KVW-AU-01",
-                    f"{said} control frame in this trust mode, at this point",
+                    f"{kind} control frame in this trust mode, at this point",
                 )
         self.received = received + 1
         return header

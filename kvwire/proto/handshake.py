@@ -251,7 +251,7 @@ class Handshake(ABC):
     def _agree(
         self,
         theirs: TransportChoice | TransportOffer,
-        said: Accept | Hello,
+        message: Accept | Hello,
         version: int,
         choice: TransportChoice,
         offer: TransportOffer,
@@ -260,7 +260,7 @@ class Handshake(ABC):
         """Succeed: set :attr:`agreement` from the frames of both sides."""
         assert self._keys is not None
         mine = self.identity.parameters
-        its = said.parameters
+        its = message.parameters
         if its == mine:
             its = mine  # usually the same object for all connections
         self.agreement = Agreement(
@@ -271,9 +271,9 @@ class Handshake(ABC):
             peer_parameters=its,
             peer=PeerInfo(
                 name=theirs.name,
-                incarnation=said.incarnation,
+                incarnation=message.incarnation,
                 address=None,
-                trust=said.trust,
+                trust=message.trust,
                 version=version,
                 profile=theirs.profile,
                 key_id=named,
@@ -286,20 +286,20 @@ class Handshake(ABC):
         frame = self.framing.control(frame_type, body)
         self.outgoing.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX, three in all
 
-    def _refused(self, said: Refuse) -> HandshakeError:
+    def _refused(self, message: Refuse) -> HandshakeError:
         mine = self.identity
-        if said.code == WireCode.VERSION:
-            theirs = said.version_min, said.version_max
+        if message.code == WireCode.VERSION:
+            theirs = message.version_min, message.version_max
             return version_mismatch(mine.versions, theirs)
-        if said.code == WireCode.AUTHENTICATION:
-            return _trust_error(mine.trust, said.trust, told=True)
-        if said.code == WireCode.BUSY:
+        if message.code == WireCode.AUTHENTICATION:
+            return _trust_error(mine.trust, message.trust, told=True)
+        if message.code == WireCode.BUSY:
             return HandshakeError(
                 "the peer has reached its connections_max: close some connections, "
                 "or raise it"
             )
-        text = f"the peer refused the connection with code {said.code}"
-        error = error_from_code(said.code, text)
+        text = f"the peer refused the connection with code {message.code}"
+        error = error_from_code(message.code, text)
         return error if isinstance(error, HandshakeError) else HandshakeError(text)
 
     @property

@@ -4,7 +4,7 @@ Only the parts of the core that own these records change them; events contain th
 the front refers to them.
 
 A segment with a single chunk needs no SEGMENT to name its part of the cache: the mark
-fits into the chunk header's offset field, which would be 0. Such a mark is *unsaid*
+fits into the chunk header's offset field, which would be 0. Such a mark is *unsent*
 until the chunk leaves. If a frame that must follow the mark (a longer segment's
 SEGMENT, or COMMIT) is due earlier, a SEGMENT is sent for the mark first.
 """
@@ -153,8 +153,8 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
         arrived: Consumer: one byte per chunk, 0 until its header has arrived.
         damaged: Whether one of its chunks did not match its checksum.
         over: Whether it has ended: landed, acknowledged, or damaged.
-        unsaid: Producer: the mark that its only chunk will carry; None if SEGMENT was
-            sent instead.
+        unsent_mark: Producer: the mark that its only chunk will carry; None if SEGMENT
+            was sent instead.
     """
 
     request: RequestRecord
@@ -169,7 +169,7 @@ class SegmentRecord(msgspec.Struct, eq=False, kw_only=True):
     arrived: bytearray = msgspec.field(default_factory=bytearray)
     damaged: bool = False
     over: bool = False
-    unsaid: int | None = None
+    unsent_mark: int | None = None
 
 
 class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
@@ -182,7 +182,7 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
         open_segments: The number of segments that are not over.
         sending_bytes: Producer: bytes of the segments that the link has not finished.
         in_order: Producer: whether its chunks leave in the order of the marks.
-        unsaid: Producer: segments whose chunks will carry their marks, in order.
+        unsent_marks: Producer: segments whose chunks will carry their marks, in order.
         on_sent: Producer: called when a segment was sent and no more than
             ``on_sent_bytes`` are left. It must not call the core.
         committed: Whether COMMIT was sent or received.
@@ -196,7 +196,7 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
     open_segments: int = 0
     sending_bytes: int = 0
     in_order: bool = True
-    unsaid: dict[SegmentRecord, None] = msgspec.field(default_factory=dict)
+    unsent_marks: dict[SegmentRecord, None] = msgspec.field(default_factory=dict)
     on_sent: Callable[[], None] | None = None
     on_sent_bytes: int = 0
     committed: bool = False

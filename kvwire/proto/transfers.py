@@ -199,7 +199,7 @@ class Transfers:
         """Mark a part of the cache as final, and queue it.
 
         Then send it: by :meth:`queue`; or on the control link by :meth:`leave`, if its
-        mark is *unsaid* and no other chunks are waiting.
+        mark is *unsent* and no other chunks are waiting.
 
         Args:
             request: The transfer.
@@ -215,7 +215,7 @@ class Transfers:
             request=request, number=number, box=box, nbytes=nbytes, commit=commit
         )
         if transfer.in_order and not self._sealed and nbytes <= self._chunk_bytes:
-            segment.unsaid = packed_mark(box, commit)
+            segment.unsent_mark = packed_mark(box, commit)
         transfer.segments[number] = segment  # bounded: SEGMENTS_MAX
         transfer.open_segments += 1
         transfer.committed = commit > 0
@@ -223,18 +223,18 @@ class Transfers:
 
     def queue(self, segment: SegmentRecord, buffer: BufferId) -> None:
         """Let a newly marked segment take turns to send."""
-        # Before: `unsaid` has, in order, the latest segments whose SEGMENT was not
-        # sent. After: either this segment is the last of them, or SEGMENT was sent for
+        # Before: `unsent_marks` has, in order, the latest segments without a SEGMENT.
+        # After: either this segment is the last of them, or SEGMENT was sent for
         # all and none is left. So marks reach the consumer in the order of their
         # numbers.
         transfer = self.records[segment.request]
         segment.buffer = buffer
-        if segment.unsaid is not None and self.only_link:
-            transfer.unsaid[segment] = None  # bounded: SEGMENTS_MAX
+        if segment.unsent_mark is not None and self.only_link:
+            transfer.unsent_marks[segment] = None  # bounded: SEGMENTS_MAX
         else:
-            segment.unsaid = None
-            _say_marks(self._outbox, transfer)
-            _say_mark(self._outbox, segment)
+            segment.unsent_mark = None
+            _send_marks(self._outbox, transfer)
+            _send_mark(self._outbox, segment)
         transfer.sending_bytes += segment.nbytes
         self._chunks.begin_segment(segment, transfer.priority)
 
@@ -247,9 +247,9 @@ class Transfers:
         request = segment.request
         number = segment.number
         nbytes = segment.nbytes
-        mark = segment.unsaid
+        mark = segment.unsent_mark
         assert mark is not None
-        segment.unsaid = None
+        segment.unsent_mark = None
         segment.moved = nbytes
         header = self._outbox.framing.payload(
             _MARKED_DATA, nbytes, request.wire_id, number, mark, check
@@ -278,17 +278,17 @@ class Transfers:
         """Send COMMIT: no more marks follow; ``complete`` if everything was marked."""
         transfer = self.records[request]
         transfer.committed = True
-        _say_marks(self._outbox, transfer)
+        _send_marks(self._outbox, transfer)
         body = Commit(segments=len(transfer.segments), complete=complete)
         self._outbox.send(FrameType.COMMIT, body, request=request.wire_id)
         self.settle(request)
 
-    def said(self, segment: SegmentRecord) -> int:
-        """Return a segment's unsent mark, for the header of its only chunk."""
-        mark = segment.unsaid
+    def take_mark(self, segment: SegmentRecord) -> int:
+        """Return a segment's mark for its only chunk's header; it counts as sent."""
+        mark = segment.unsent_mark
         assert mark is not None
-        segment.unsaid = None
-        del self.records[segment.request].unsaid[segment]
+        segment.unsent_mark = None
+        del self.records[segment.request].unsent_marks[segment]
         return mark
 
     def landed_received(self, header: Header, body: SegmentAck) -> None:
@@ -600,7 +600,7 @@ class Transfers:
         self._outbox.report(TransferSettled(request=request))
 
 
-def _say_mark(outbox: Outbox, segment: SegmentRecord) -> None:
+def _send_mark(outbox: Outbox, segment: SegmentRecord) -> None:
     """Send SEGMENT for a segment."""
     body = SegmentBody(
         number=segment.number,
@@ -611,17 +611,17 @@ def _say_mark(outbox: Outbox, segment: SegmentRecord) -> None:
     outbox.send(FrameType.SEGMENT, body, request=segment.request.wire_id)
 
 
-def _say_marks(outbox: Outbox, transfer: TransferRecord) -> None:
+def _send_marks(outbox: Outbox, transfer: TransferRecord) -> None:
     """Send SEGMENT for every segment whose mark was not sent yet."""
-    for segment in transfer.unsaid:
-        segment.unsaid = None
-        _say_mark(outbox, segment)
-    transfer.unsaid.clear()
+    for segment in transfer.unsent_marks:
+        segment.unsent_mark = None
+        _send_mark(outbox, segment)
+    transfer.unsent_marks.clear()
 
 
 def _wrong_kind(header: Header, request: RequestRecord) -> UnexpectedFrame:
-    said = FrameType(header.type).name
-    return UnexpectedFrame("KVW-TR-08", f"{said} for a {request.kind.value}")
+    name = FrameType(header.type).name
+    return UnexpectedFrame("KVW-TR-08", f"{name} for a {request.kind.value}")
 
 
 def _room(waiting: dict[RequestRecord, None]) -> bool:

@@ -193,12 +193,12 @@ class CredentialFiles:
 
     def _warn(self) -> None:
         """Log expired or soon expiring certificates, and again if it gets worse."""
-        state, said = self._credentials.trouble()
+        state, text = self._credentials.trouble()
         if state and state != self._said:
             logger.warning(
                 "%s; peers refuse a certificate that is not valid; kvwire loads new "
                 "files without a restart",
-                said,
+                text,
             )
         self._said = state
 

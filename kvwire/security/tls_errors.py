@@ -22,10 +22,10 @@ def explained(
     """
     reason = error.reason or str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
-        said = error.verify_message.removesuffix(".")
+        cause = error.verify_message.removesuffix(".")
         hint = _VERIFY_HINTS.get(error.verify_code, "").format(_USAGES[role.other])
         return AuthenticationFailed(
-            f"the peer's certificate is not accepted: {said}{hint}",
+            f"the peer's certificate is not accepted: {cause}{hint}",
             fields=("tls_ca_file",),
         )
     for part, text, name in _REASONS:

@@ -62,7 +62,7 @@ class Validity:
             return "early"
         return "soon" if left_s < min(_SOON_S, _SOON_SHARE * life_s) else ""
 
-    def said(self, now: float) -> str:
+    def described(self, now: float) -> str:
         """Return the state as a text, with the remedy."""
         match self.state(now):
             case "expired":
@@ -118,13 +118,13 @@ def trouble_of(
     """Return the worst state now of a certificate and the CAs, with a text."""
     now = time.time()
     state = own.validity.state(now)
-    text = f"tls_cert_file {config.tls_cert_file} {own.validity.said(now)}"
+    text = f"tls_cert_file {config.tls_cert_file} {own.validity.described(now)}"
     if state in _INVALID:
         return state, text
     stale = [ca for ca in authorities if Validity.of(ca).state(now) in _INVALID]
     if stale:
-        said = Validity.of(stale[0]).said(now)
-        text = f"tls_ca_file {config.tls_ca_file}: the CA {_name(stale[0])} {said}"
+        state = Validity.of(stale[0]).described(now)
+        text = f"tls_ca_file {config.tls_ca_file}: the CA {_name(stale[0])} {state}"
         return ("expired" if len(stale) == len(authorities) else "soon"), text
     return state, text
 

@@ -528,7 +528,7 @@ class BlockStore(StoreManagement):
             calls=tuple(calls[:SNAPSHOT_ROWS_MAX]),
             pinned_blocks=self._tiers.memory.index.pinned,
             counters=msgspec.structs.asdict(self.counters),
-            trouble={name: said for name, said in self.report.items() if said},
+            trouble={name: reason for name, reason in self.report.items() if reason},
         )
 
 

@@ -402,9 +402,9 @@ class TierStack:
             return
         with suppress(OSError):  # the error reports this together with the blocks
             await flushed
-        said = (f"{tier.name}: {tier.error or UNSAID}" for tier in self.keepers)
+        reasons = (f"{tier.name}: {tier.error or UNSAID}" for tier in self.keepers)
         blocks = "1 block is" if left == 1 else f"{left} blocks are"
-        raise OSError(f"{blocks} in memory only: {'; '.join(said)}")
+        raise OSError(f"{blocks} in memory only: {'; '.join(reasons)}")
 
     async def _demote(self, named: IndexedSlots) -> str:
         """Write blocks from memory to a tier that accepts them, unless one has them."""
@@ -442,8 +442,8 @@ class TierStack:
             taken = await _taken(takers, namespace, batch)
             self.memory.untaken[slots[mine]] = ~taken
             all_taken &= all_of(taken)
-        said = (f"{tier.name}: {tier.error or UNSAID}" for tier in takers)
-        return "" if all_taken else "; ".join(said)
+        reasons = (f"{tier.name}: {tier.error or UNSAID}" for tier in takers)
+        return "" if all_taken else "; ".join(reasons)
 
 
 def _same_address(name: str, place: str) -> bool:

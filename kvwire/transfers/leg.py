@@ -195,7 +195,7 @@ class Leg:
         if transfer._state in OVER:
             answer = transfer._offer(self.peer_id, self.plan.digest)
             transfers.agree(core, answer.encode())
-            self._say_how_it_ended()
+            self._report_end()
             link.run()
             return
         try:
@@ -220,7 +220,7 @@ class Leg:
         if self.state is LegState.REFUSED:
             return  # the answer was under way when this side ended the leg
         if self.transfer._state in OVER:
-            self._say_how_it_ended()
+            self._report_end()
             return
         try:
             self._meet(offer)
@@ -254,7 +254,7 @@ class Leg:
         self.flow = flow = self.transfer._flow(self)
         flow.send()
 
-    def _say_how_it_ended(self) -> None:
+    def _report_end(self) -> None:
         """Agree, then settle or refuse at once, because the transfer has ended here.
 
         A consumer that has everything reports just that, so that the producer counts

@@ -62,7 +62,7 @@ def test_a_mark_as_an_offset(commit: int, box: Box) -> None:
         assert (body.number, body.box, body.nbytes, body.commit) == (3, box, 7, commit)
 
 
-def test_commit_says_what_is_unsaid() -> None:
+def test_commit_sends_unsent_marks() -> None:
     m = moved()
     m.producer.stalled = True
     for data in (b"x", b"y" * (CHUNK + 1), b"z"):

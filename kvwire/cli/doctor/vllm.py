@@ -96,9 +96,9 @@ async def examine_vllm(url: str) -> VllmReport:
 
 async def _fleet(client: EngineClient, proxy: VllmEngine) -> tuple[EngineReport, ...]:
     """Return a proxy's engines; () if the URL belongs to an engine."""
-    async with client.ask(proxy, "/fleet") as said:
-        content = await said.body(PROXY_METRICS_BYTES_MAX)
-    if said.status != HTTPStatus.OK:
+    async with client.ask(proxy, "/fleet") as response:
+        content = await response.body(PROXY_METRICS_BYTES_MAX)
+    if response.status != HTTPStatus.OK:
         return ()
     try:
         fleet = msgspec.json.decode(content, type=_Fleet)

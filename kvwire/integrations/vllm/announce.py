@@ -74,8 +74,8 @@ class Announcer:
             slots=self._slots,
             kv_events=_events(vllm_config, url),
         )
-        said = msgspec.structs.asdict(labels).items()
-        self._labels = {name: str(value) for name, value in said if value != ""}
+        pairs = msgspec.structs.asdict(labels).items()
+        self._labels = {name: str(value) for name, value in pairs if value != ""}
         self._keeping: concurrent.futures.Future[None] | None = None
 
     def start(self, engine: Engine, address: str, cache: PagedCache) -> None:
@@ -90,13 +90,13 @@ class Announcer:
     async def _keep(
         self, communicator: Communicator, address: str, cache: PagedCache
     ) -> None:
-        said: object = None
+        announced: object = None
         while True:
             load = min(1.0, self.running / max(1, self._slots))
             load = round(load * _STEPS) / _STEPS
             labels = self._labels | {"carrying": _carrying(communicator)}
-            if said != (load, labels):
-                said = load, labels
+            if announced != (load, labels):
+                announced = load, labels
                 try:
                     communicator.announce(
                         role=self._role,
@@ -134,10 +134,10 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 def _events(vllm_config: Any, url: str) -> str:
     """Return the address at which other hosts get vLLM's block events, or ""."""
-    said = getattr(vllm_config, "kv_events_config", None)
-    if said is None or not said.enable_kv_cache_events or said.publisher != "zmq":
+    events = getattr(vllm_config, "kv_events_config", None)
+    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
         return ""
-    where, _, port = str(said.endpoint).rpartition(":")
+    where, _, port = str(events.endpoint).rpartition(":")
     # An address with a host is one to connect to, so nobody can listen there.
     if where not in ("tcp://*", "tcp://[::]"):
         return ""

@@ -303,8 +303,11 @@ def _total_heads(spec: Any, vllm_config: Any) -> int:
     different heads, and only engines with the same number of ranks match.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
-    said = getattr(vllm_config, "speculative_config", None)
-    models = [vllm_config.model_config, getattr(said, "draft_model_config", None)]
+    speculative = getattr(vllm_config, "speculative_config", None)
+    models = [
+        vllm_config.model_config,
+        getattr(speculative, "draft_model_config", None),
+    ]
     known = {model.get_total_num_kv_heads() for model in models if model is not None}
     fitting = {heads for heads in known if spec.num_kv_heads == max(1, heads // ranks)}
     return fitting.pop() if len(fitting) == 1 else int(spec.num_kv_heads * ranks)

@@ -153,10 +153,10 @@ def read_settings(
     """Read ``kv_connector_extra_config``."""
     settings = read_keys(extra, VllmSettings, others=FIELDS)
     wire = {key: value for key, value in extra.items() if key in FIELDS}
-    said = wire.pop("profile", {})
-    if not isinstance(said, Mapping):
-        raise UsageError(f"{EXTRA_CONFIG}: profile={said!r}: pass a table of strings")
-    profile = {**profile, **said}
+    given = wire.pop("profile", {})
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{EXTRA_CONFIG}: profile={given!r}: pass a table of strings")
+    profile = {**profile, **given}
     if settings.codec:
         profile = {"vllm_kv_codec": settings.codec, **profile}
     return settings, Config.load(profile=profile, **wire)

@@ -100,8 +100,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         before = getattr(parallel, "data_parallel_index", 0) or 0
         before *= shapes[0].ranks * shapes[0].stage[1]
         settings = _without_halves(settings.beside(before), parallel)
-        said = {"rank": rank, "fingerprint": settings.fingerprint}
-        shapes = tuple(dataclasses.replace(shape, **said) for shape in shapes)
+        facts = {"rank": rank, "fingerprint": settings.fingerprint}
+        shapes = tuple(dataclasses.replace(shape, **facts) for shape in shapes)
         config = beside_compute(_with_own_gpu(config), vllm_config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
@@ -146,15 +146,15 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, ListeningAt]) -> None:
         """Store the workers' addresses; vLLM 0.30 calls only this form."""
         self.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): said for rank, said in metadata.items()}
+            {(0, rank): found for rank, found in metadata.items()}
         )
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], ListeningAt]
     ) -> None:
         self._scheduler.hear_addresses(
-            {rank: said.address for rank, said in metadata.items()},
-            {rank: said.serial for rank, said in metadata.items()},
+            {rank: found.address for rank, found in metadata.items()},
+            {rank: found.serial for rank, found in metadata.items()},
         )
 
     def shutdown(self) -> None:

@@ -51,12 +51,12 @@ def model_digest(vllm_config: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _facts(said: Any) -> Any:
+def _facts(value: Any) -> Any:
     """Return a part of a config without fields that depend on where the files are."""
-    if isinstance(said, dict):
-        kept = {key: one for key, one in said.items() if key not in _OF_THE_FILES}
+    if isinstance(value, dict):
+        kept = {key: one for key, one in value.items() if key not in _OF_THE_FILES}
         return {key: _facts(one) for key, one in kept.items()}
-    return [_facts(one) for one in said] if isinstance(said, list) else said
+    return [_facts(one) for one in value] if isinstance(value, list) else value
 
 
 def model_weights(vllm_config: Any, fingerprint: str) -> str:
@@ -78,19 +78,19 @@ def model_name(vllm_config: Any, fingerprint: str) -> str:
 
 def draft_name(vllm_config: Any, fingerprint: str) -> str:
     """Return a name for the draft model, which also has caches; "none" without one."""
-    said = getattr(vllm_config, "speculative_config", None)
-    model = getattr(said, "draft_model_config", None)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    model = getattr(speculative, "draft_model_config", None)
     # The n-gram method looks up the prompt in itself, so its draft model is the target.
     if (
-        said is None
+        speculative is None
         or model is None
-        or model is getattr(said, "target_model_config", None)
+        or model is getattr(speculative, "target_model_config", None)
     ):
         return "none"
-    name = f"{said.method} of {' '.join(model.architectures)}"
+    name = f"{speculative.method} of {' '.join(model.architectures)}"
     if fingerprint:
         return name  # the fingerprint covers all weights
-    load = getattr(said, "draft_load_config", None) or vllm_config.load_config
+    load = getattr(speculative, "draft_load_config", None) or vllm_config.load_config
     return f"{name}, {_weights(model, load)}"
 
 

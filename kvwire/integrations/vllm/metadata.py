@@ -59,12 +59,12 @@ class PromptTransfer:
 
     def of_groups(self, tables: Mapping[str, str]) -> Self:
         """Return a copy for a worker, by cache group instead of block table."""
-        said: dict[str, Any] = {
+        given: dict[str, Any] = {
             name: {group: one[table] for group, table in tables.items() if table in one}
             for name in self._BY_TABLE
             for one in (getattr(self, name),)
         }
-        return replace(self, **said)
+        return replace(self, **given)
 
     @property
     def options(self) -> dict[str, Any]:

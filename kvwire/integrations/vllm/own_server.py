@@ -38,8 +38,8 @@ class OwnServer:
 
     def post(self, body: Mapping[str, Any]) -> OwnRequest:
         """Send a completion, without waiting."""
-        said = {"model": self._model, **body}
-        return OwnRequest(self, self._url, json.dumps(said).encode())
+        content = {"model": self._model, **body}
+        return OwnRequest(self, self._url, json.dumps(content).encode())
 
     def give_up(self, why: str) -> None:
         """Send no further requests to it."""
@@ -94,10 +94,10 @@ class OwnRequest:
                 return
             connection.request("POST", "/v1/completions", self._body, headers)
             answer = connection.getresponse()
-            said = answer.read()
+            content = answer.read()
             self.answered = answer.status == http.HTTPStatus.OK
             if not self.answered and not self._cancelled:
-                self._server.refused(f"HTTP {answer.status}: {said[:200]!r}")
+                self._server.refused(f"HTTP {answer.status}: {content[:200]!r}")
         except (OSError, http.client.HTTPException) as exc:
             if not self._cancelled:
                 self._server.refused(str(exc))

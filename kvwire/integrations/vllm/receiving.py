@@ -98,8 +98,8 @@ class PromptReceive(PromptEnd[Incoming]):
                 return await self._read(communicator)
             await self._begin(communicator, parts)
         except (Exception, asyncio.CancelledError) as exc:  # noqa: BLE001 - it would end vLLM's engine
-            said = self.reason or error_text(exc)
-            logger.warning("could not start transfer %s: %s", self._route.id, said)
+            why = self.reason or error_text(exc)
+            logger.warning("could not start transfer %s: %s", self._route.id, why)
             for part in parts:
                 part.abort("the parts on other ranks were not requested")
             self._parts = parts

@@ -54,8 +54,8 @@ class References:
         """Return a reference with its signature; unchanged without a key."""
         if not self._keys:
             return params
-        said = _message(params["transfer_id"], params["remote"])
-        signature = hmac.digest(self._keys[0], said, "sha256").hex()
+        message = _message(params["transfer_id"], params["remote"])
+        signature = hmac.digest(self._keys[0], message, "sha256").hex()
         return {**params, SIGNATURE: signature}
 
     def check(self, transfer_id: str, remote: Sequence[str], signature: str) -> None:
@@ -66,8 +66,8 @@ class References:
         # Bytes, since a client may send any text.
         shown = signature.encode("utf-8", "replace")
         for key in self._keys:
-            said = _message(transfer_id, remote)
-            right = hmac.digest(key, said, "sha256").hex().encode()
+            message = _message(transfer_id, remote)
+            right = hmac.digest(key, message, "sha256").hex().encode()
             if hmac.compare_digest(right, shown):
                 return
         for address in addresses:

@@ -254,7 +254,7 @@ class SchedulerSide:
             ticket = tickets.write(
                 send.blocks, send.generations, send.content, self._serials
             )
-        said = answer(
+        params = answer(
             send.transfer_id,
             self._addresses,
             stages,
@@ -262,7 +262,7 @@ class SchedulerSide:
             seeds=self._seeds,
             limits=self._limits,
         )
-        return True, self._references.signed(said)
+        return True, self._references.signed(params)
 
     def take_observed(self) -> Observed:
         """Return the metrics' observations since the last call."""

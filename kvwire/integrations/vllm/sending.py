@@ -88,8 +88,8 @@ class PromptSend(PromptEnd[Outgoing]):
         except Exception as exc:  # noqa: BLE001 - it would end vLLM's engine
             # The decode engine gets no reply, and computes the prompt after its
             # timeout.
-            said = error_text(exc)
-            logger.warning("could not start transfer %s: %s", self._route.id, said)
+            reason = error_text(exc)
+            logger.warning("could not start transfer %s: %s", self._route.id, reason)
             return []
         with self._lock:
             early = self._early or []

@@ -81,8 +81,8 @@ class WorkerSide:
             self._engine.listen(settings.address(self._rank)), self._rank
         )
         if settings.advertise:
-            said = Address.parse(self.address)
-            self._engine.start(lambda _: warn_of_unknown_name(said))
+            address = Address.parse(self.address)
+            self._engine.start(lambda _: warn_of_unknown_name(address))
         # Set when vLLM registers its caches.
         self._caches: LayerCaches
         self._tensors: list[Any] = []  # one per layer, indexed by block

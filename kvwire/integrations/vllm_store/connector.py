@@ -75,9 +75,9 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
     # --- scheduler --------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: Any) -> None:
-        said = connector_output
+        output = connector_output
         self._scheduler.reported(
-            said.finished_sending or (), said.finished_recving or ()
+            output.finished_sending or (), output.finished_recving or ()
         )
 
     def has_pending_push_work(self) -> bool:

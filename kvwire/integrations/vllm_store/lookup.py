@@ -108,14 +108,14 @@ class Lookup:
         """Cancel the open lookups."""
         self._engine.close()
 
-    def _ask_all(self, said: bytes, timeout_s: float) -> Future[int]:
+    def _ask_all(self, question: bytes, timeout_s: float) -> Future[int]:
         """Look up in every rank; return the lowest answer, or 0 if one is missing."""
 
         async def ask(communicator: Communicator) -> int:
             try:
                 async with asyncio.timeout(timeout_s):
                     there = self._addresses
-                    asked = (self._ask(communicator, one, said) for one in there)
+                    asked = (self._ask(communicator, one, question) for one in there)
                     return min(await asyncio.gather(*asked))
             except (KVWireError, TimeoutError, OSError) as exc:
                 logger.warning(
@@ -125,10 +125,14 @@ class Lookup:
 
         return self._engine.start(ask)
 
-    async def _ask(self, communicator: Communicator, address: str, said: bytes) -> int:
+    async def _ask(
+        self, communicator: Communicator, address: str, question: bytes
+    ) -> int:
         connection = await self._peers.connection(communicator, address)
         tag = next(self._tags)
-        await connection.send(_QUESTIONS, tag.to_bytes(_NUMBER_BYTES, "little") + said)
+        await connection.send(
+            _QUESTIONS, tag.to_bytes(_NUMBER_BYTES, "little") + question
+        )
         try:
             return int.from_bytes(await connection.recv(tag), "little")
         except asyncio.CancelledError:

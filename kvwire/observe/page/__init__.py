@@ -62,7 +62,7 @@ def page_file(path: str) -> tuple[Mapping[str, str], bytes] | None:
     return headers, (files(__name__) / name).read_bytes()
 
 
-def page_data(said: TopView | Mapping[str, str]) -> tuple[Mapping[str, str], bytes]:
+def page_data(view: TopView | Mapping[str, str]) -> tuple[Mapping[str, str], bytes]:
     """Return the headers and the content of the page's data, or of an error."""
     headers = {"content-type": "application/json", **_SAFE}
-    return headers, msgspec.json.encode(said)
+    return headers, msgspec.json.encode(view)

@@ -228,8 +228,8 @@ class ActiveConnection:
         why = "the client was closed"
         try:
             while True:
-                said: Any = await self.connection.recv(TAG)
-                reply = decode_reply(said)
+                raw: Any = await self.connection.recv(TAG)
+                reply = decode_reply(raw)
                 if not isinstance(reply, NumberedReply):
                     raise UsageError("the server sent a second welcome")
                 if self.works is not None:

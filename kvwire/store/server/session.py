@@ -167,8 +167,8 @@ class ClientSession:
                 raise version_mismatch(VERSIONS, theirs, "the client")
             while True:
                 await self._served.memory.room()
-                said: Any = await self._connection.recv(TAG)
-                self._begin(decode_request(said), len(said))
+                raw: Any = await self._connection.recv(TAG)
+                self._begin(decode_request(raw), len(raw))
         except ConnectionClosed:
             pass
         except KVWireError as exc:

@@ -291,7 +291,7 @@ class DiskIndex:
         """Yield the stored namespaces that can be read, with their digests."""
         for (words,) in self._db.execute("SELECT described FROM spaces"):
             with contextlib.suppress(UsageError, TypeError, *DECODE_ERRORS):
-                said = msgspec.json.decode(words, type=_Described)
-                spec = KVSpec.from_pairs(said.pairs)
-                namespace = Namespace(said.group, spec, said.tenant)
+                described = msgspec.json.decode(words, type=_Described)
+                spec = KVSpec.from_pairs(described.pairs)
+                namespace = Namespace(described.group, spec, described.tenant)
                 yield namespace.digest, namespace

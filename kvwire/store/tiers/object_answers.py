@@ -88,11 +88,11 @@ def words_of(error: BaseException) -> str:
     status = _STATUS.search(text)
     if code is not None:
         message = _MESSAGE.search(text)
-        said = code[1] + (f": {html.unescape(message[1])}" if message else "")
+        answer = code[1] + (f": {html.unescape(message[1])}" if message else "")
         remedy = _REMEDIES.get(code[1], "")
         room = REASON_CHARS_MAX - len(remedy) - 2
-        said = printable(said[:room]) if said[:room].isprintable() else code[1]
-        return f"{said.rstrip('.')}; {remedy}" if remedy else said
+        answer = printable(answer[:room]) if answer[:room].isprintable() else code[1]
+        return f"{answer.rstrip('.')}; {remedy}" if remedy else answer
     if status is not None:
         host = _HOST.search(text)
         who = host[1] if host else "it"

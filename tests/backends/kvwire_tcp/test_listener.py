@@ -19,7 +19,7 @@ from kvwire_tcp import TcpBackend
 from kvwire_tcp import listener as listener_module
 from kvwire_tcp.listener import ACCEPTS_PER_WAKEUP, TcpListener
 from kvwire_tcp.options import tune
-from kvwire_tcp.waiting import hands_shaken, said
+from kvwire_tcp.waiting import hands_shaken, sent
 from kvwire_tcp.wire import PlainWire, Wire
 from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder
 
@@ -205,7 +205,7 @@ def as_wire(wire: Any) -> Wire:
 async def test_all_is_said_and_flushed(ends: Ends) -> None:
     """What a wire has taken and the kernel has not is waited for as well."""
     wire = Narrow(ends[0])
-    await said(as_wire(wire), b"abcdefgh", asyncio.get_running_loop())
+    await sent(as_wire(wire), b"abcdefgh", asyncio.get_running_loop())
     assert ends[1].recv(99) == b"abcdefgh"
     assert (wire.flushes, wire.unsent) == (2, 0)
 

@@ -273,7 +273,7 @@ class Endpoint:
     def _send_chunk(self, chunk: Chunk, lane: Half | None) -> None:
         self._world.judge.leaves(self, chunk)
         check = 0 if self._checked else None
-        if lane is not None and not chunk.unsaid:
+        if lane is not None and not chunk.carries_mark:
             self.end.send(self.beside.send(lane, chunk, check))
             return
         self._send_payload(chunk, self.core.chunk_header(chunk, check))
@@ -281,7 +281,7 @@ class Endpoint:
     def leaves(self, segment: SegmentRecord, buffer: BufferId) -> bool:
         """Send a segment at once that was just marked, if nothing goes before it."""
         core = self.core
-        if segment.unsaid is None or core.chunks.busy or core.outbox.frames:
+        if segment.unsent_mark is None or core.chunks.busy or core.outbox.frames:
             return False
         if self.end.queued_bytes >= self._queue_bytes:
             return False  # blocks that went together are before it

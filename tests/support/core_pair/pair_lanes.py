@@ -176,7 +176,7 @@ class PairLanes:
     def _aside(self, peer: Peer, chunk: Chunk, check: int) -> Frame | None:
         """Send a chunk on a lane; None if the wire has to take it."""
         role, number = peer.core.agreement.role, self._room(peer)
-        if not number or chunk.unsaid:
+        if not number or chunk.carries_mark:
             return None
         half, descriptor = self.halves[role, number], next(self._descriptors)
         half.sending[descriptor] = chunk

@@ -363,8 +363,8 @@ class _Front:
             reasons = (f"{HINTS_FIELD}: the proxy was started without --kv-hints",)
         elif hints.actions:
             request.hints = envelope
-        said = "; ".join(reasons).encode("ascii", "backslashreplace").decode()
-        return {_REFUSED_HINTS: said[:_REFUSED_CHARS]} if said else {}
+        text = "; ".join(reasons).encode("ascii", "backslashreplace").decode()
+        return {_REFUSED_HINTS: text[:_REFUSED_CHARS]} if text else {}
 
     @asynccontextmanager
     async def _alone(self, content: bytes) -> AsyncIterator[None]:
@@ -668,9 +668,9 @@ async def _relay(
         if passed or not _is_events(answer):
             raise
         why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
-        said = openai_error(HTTPStatus.BAD_GATEWAY, why)
+        error = openai_error(HTTPStatus.BAD_GATEWAY, why)
         # The last part sent may have ended in the middle of an event.
-        yield b"\n\ndata: " + msgspec.json.encode(said) + b"\n\ndata: [DONE]\n\n"
+        yield b"\n\ndata: " + msgspec.json.encode(error) + b"\n\ndata: [DONE]\n\n"
 
 
 def _refused(exc: Exception) -> HttpAnswer:

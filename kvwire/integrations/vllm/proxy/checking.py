@@ -47,11 +47,14 @@ async def read_engine(client: EngineClient, engine: VllmEngine) -> EngineReading
         EngineFailed: It could not be reached, or did not answer in time.
     """
     try:
-        async with asyncio.timeout(SILENT_S), client.ask(engine, "/metrics") as said:
-            text = await said.body(PROXY_METRICS_BYTES_MAX)
+        async with (
+            asyncio.timeout(SILENT_S),
+            client.ask(engine, "/metrics") as response,
+        ):
+            text = await response.body(PROXY_METRICS_BYTES_MAX)
     except TimeoutError:
         raise EngineFailed(engine, "it does not answer", silent=True) from None
-    if said.is_error:
+    if response.is_error:
         return EngineReading()
     try:
         return read_metrics(text.decode(errors="replace"))

@@ -155,12 +155,12 @@ class EngineClient:
             async with _answering(engine):
                 method = method or ("GET" if body is None else "POST")
                 sent = self._request(method, engine.url + path, headers, body)
-                status, said, parts = await stack.enter_async_context(sent)
+                status, answered, parts = await stack.enter_async_context(sent)
             if status not in _STATUSES:
                 raise EngineFailed(
                     engine, f"its answer is not valid HTTP: status {status}"
                 )
-            yield EngineResponse(engine, status, said, _Answered(engine, parts))
+            yield EngineResponse(engine, status, answered, _Answered(engine, parts))
 
     async def close(self) -> None:
         """Close all connections.
@@ -200,10 +200,14 @@ class EngineClient:
             skip_auto_headers=("content-type",),
         )
         del data
-        said = await sending
+        response = await sending
         # If the answer was read to its end, its connection is already back in the pool.
-        with closing(said):
-            yield said.status, headers_of(said.raw_headers), said.content.iter_any()
+        with closing(response):
+            yield (
+                response.status,
+                headers_of(response.raw_headers),
+                response.content.iter_any(),
+            )
 
 
 @asynccontextmanager
@@ -315,9 +319,9 @@ class Prober:
         try:
             async with (
                 asyncio.timeout(SILENT_S),
-                self._client.ask(engine, "/health") as said,
+                self._client.ask(engine, "/health") as response,
             ):
-                await said.body(PROXY_HEALTH_BYTES_MAX)
+                await response.body(PROXY_HEALTH_BYTES_MAX)
         except (EngineFailed, TimeoutError) as exc:
             if isinstance(exc, EngineFailed) and not exc.silent:
                 engine.gone |= exc.down
@@ -326,7 +330,7 @@ class Prober:
             engine.give_up()
             return
         engine.slow = engine.gone = False
-        if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._fleet.down(engine)
         else:
             engine.ready = True

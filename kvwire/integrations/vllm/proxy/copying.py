@@ -93,12 +93,12 @@ class CopyAhead:
                 if isinstance(prompt, list):
                     size = await read_block_tokens(self._client, to)
                     asked.body["prompt"] = full_blocks(prompt, size)
-                said = await self._dispatcher.ask_once(source, to, asked, attempt)
-                await said.body(PROXY_EVENT_BYTES_MAX)
+                response = await self._dispatcher.ask_once(source, to, asked, attempt)
+                await response.body(PROXY_EVENT_BYTES_MAX)
         except (EngineFailed, TimeoutError) as exc:
             logger.info("copy ahead to %s failed: %s", to.url, str(exc) or "too slow")
             return
-        status = "refused" if said.is_error else "done"
+        status = "refused" if response.is_error else "done"
         logger.info("copy ahead to %s: %s", to.url, status)
 
 

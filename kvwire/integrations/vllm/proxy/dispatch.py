@@ -224,12 +224,12 @@ class Dispatcher:
         try:
             async with (
                 asyncio.timeout(SLOW_S),
-                self._client.ask(engine, "/health") as said,
+                self._client.ask(engine, "/health") as response,
             ):
-                await said.body(PROXY_HEALTH_BYTES_MAX)
+                await response.body(PROXY_HEALTH_BYTES_MAX)
         except (EngineFailed, TimeoutError):
             return False  # ask_once will notice and report it
-        if said.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._fleet.down(engine)
             return True
         return False
@@ -243,8 +243,8 @@ class Dispatcher:
         Cancel safety: safe, it only asks.
         """
         if not engine.context:
-            async with self._client.ask(engine, "/v1/models", headers) as said:
-                content = await said.body(PROXY_EVENT_BYTES_MAX)
+            async with self._client.ask(engine, "/v1/models", headers) as response:
+                content = await response.body(PROXY_EVENT_BYTES_MAX)
             # An adapter's entry has no length, and a foreign engine's may be anything.
             malformed = (*DECODE_ERRORS, AttributeError, KeyError, TypeError)
             with contextlib.suppress(*malformed):
@@ -353,18 +353,18 @@ class Dispatcher:
         with engine.at_work():
             async with self._client.ask(
                 engine, asked.path, asked.headers, asked.sent(body)
-            ) as said:
-                content = await said.body(PROXY_EVENT_BYTES_MAX)
-        if said.is_failure:
-            raise _failure(said, content)
-        said.parts = _Chained(content)  # this releases its connection
+            ) as response:
+                content = await response.body(PROXY_EVENT_BYTES_MAX)
+        if response.is_failure:
+            raise _failure(response, content)
+        response.parts = _Chained(content)  # this releases its connection
         # Python's decoder would accept half of a surrogate pair, which cannot be
         # encoded again for decode.
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             fields = msgspec.json.decode(content)
             params = fields.get("kv_transfer_params")
-            if said.is_error:
-                return _Computed(said, _NOT_SENT, fields)
+            if response.is_error:
+                return _Computed(response, _NOT_SENT, fields)
             params = params if isinstance(params, dict) else _NOT_SENT
             engine.seeds = params.get("seeds") is True
             asked.answer_tokens = _count(params.get("answer_tokens"))
@@ -374,8 +374,8 @@ class Dispatcher:
             # that connector too and gets the request after prefill's answer.
             right = engine.shared.note_params(params, named)
             params = params if right or not named else _NOT_SENT
-            return _Computed(said, params, fields)
-        return _Computed(said, None, None)
+            return _Computed(response, params, fields)
+        return _Computed(response, None, None)
 
     async def _answer(
         self,
@@ -391,15 +391,15 @@ class Dispatcher:
             params = body.get("kv_transfer_params") or {}
             body = body | {"kv_transfer_params": params | {HINTS_FIELD: asked.hints}}
         sent = asked.sent(body) if asked.content is None else asked.content
-        said = await attempt.enter_async_context(
+        response = await attempt.enter_async_context(
             self._client.ask(engine, path, asked.headers, sent, asked.method)
         )
-        if said.is_failure:
-            raise _failure(said, await said.body(PROXY_EVENT_BYTES_MAX))
+        if response.is_failure:
+            raise _failure(response, await response.body(PROXY_EVENT_BYTES_MAX))
         # Headers are sent before the first token, so they are not an answer yet.
-        first = await _begun(said, passed=asked.content is not None)
-        said.parts = _Chained(first, said.parts)
-        return said
+        first = await _begun(response, passed=asked.content is not None)
+        response.parts = _Chained(first, response.parts)
+        return response
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,7 +408,7 @@ class _Computed:
 
     response: EngineResponse
     params: dict[str, Any] | None  # where the KV is; None if it cannot be parsed
-    said: Any  # its fields; None likewise
+    fields: Any  # its fields; None likewise
 
 
 @dataclass(slots=True)
@@ -426,30 +426,30 @@ class _Chained(AsyncIterator[bytes]):
         return await anext(self.rest)
 
 
-async def _begun(said: EngineResponse, *, passed: bool) -> bytes:
+async def _begun(response: EngineResponse, *, passed: bool) -> bytes:
     """Return the first part of an answer; raise if the answer is truncated.
 
     HTTP marks the end of an answer by a length or by chunks. An answer with neither
     looks complete even if its engine has died, so its content must show the end. For
     requests that are passed unchanged, only JSON answers are checked.
     """
-    kind = said.headers.get("content-type", "")
-    if said.is_error or (passed and not kind.startswith("application/json")):
-        return await anext(said.parts, b"")
+    kind = response.headers.get("content-type", "")
+    if response.is_error or (passed and not kind.startswith("application/json")):
+        return await anext(response.parts, b"")
     if kind.startswith(EVENTS):
-        said.parts = _Stream(said.engine, said.parts)
-        first = await anext(said.parts, b"")
-        if failed := _failed_at_once(said, first):
+        response.parts = _Stream(response.engine, response.parts)
+        first = await anext(response.parts, b"")
+        if failed := _failed_at_once(response, first):
             raise failed
         return first
-    if not FRAMES & said.headers.keys():
-        content = await said.body(PROXY_BODY_BYTES_MAX)
+    if not FRAMES & response.headers.keys():
+        content = await response.body(PROXY_BODY_BYTES_MAX)
         try:
             msgspec.json.decode(content)
         except DECODE_ERRORS:
-            raise EngineFailed(said.engine, "its answer is incomplete") from None
+            raise EngineFailed(response.engine, "its answer is incomplete") from None
         return content
-    return await anext(said.parts, b"")
+    return await anext(response.parts, b"")
 
 
 @dataclass(slots=True)
@@ -506,7 +506,7 @@ async def _begun_by_prefill(
     prompt = computed.result()
     if prompt.response.is_error or prompt.params == _NOT_SENT:
         return None
-    if not (content_type := first.begin(decode, prompt.said)):
+    if not (content_type := first.begin(decode, prompt.fields)):
         return None
     kept = prompt.response.headers.items()
     headers = {name: value for name, value in kept if name not in FRAMES}
@@ -527,29 +527,31 @@ async def _learn(
     kind = answer.headers.get("content-type", "")
     if kind.startswith(EVENTS):
         content, rest = await read_beginning(answer, first.count)
-        first.learn(decode, kind, content, computed.result().said)
+        first.learn(decode, kind, content, computed.result().fields)
         answer.parts = _Chained(content + rest, answer.parts)
 
 
-def _failure(said: EngineResponse, content: bytes) -> EngineFailed:
+def _failure(response: EngineResponse, content: bytes) -> EngineFailed:
     """Return the error for an answer with a status of 500 or above.
 
     If the engine has no room, or is about to exit, the request is not to blame.
     """
-    reached = said.status != HTTPStatus.SERVICE_UNAVAILABLE
-    failed = EngineFailed(said.engine, _quoted(content), said.status, reached=reached)
-    failed.retry_after = said.headers.get("retry-after", "")
+    reached = response.status != HTTPStatus.SERVICE_UNAVAILABLE
+    failed = EngineFailed(
+        response.engine, _quoted(content), response.status, reached=reached
+    )
+    failed.retry_after = response.headers.get("retry-after", "")
     return failed
 
 
-def _failed_at_once(said: EngineResponse, event: bytes) -> EngineFailed | None:
+def _failed_at_once(response: EngineResponse, event: bytes) -> EngineFailed | None:
     """Return the error if a stream begins with an error event."""
     if not event.startswith(_ERROR):
         return None
     content = event.removeprefix(_DATA).partition(b"\n")[0]
     with contextlib.suppress(*DECODE_ERRORS, TypeError, KeyError, ValueError):
         status = HTTPStatus(msgspec.json.decode(content)["error"]["code"])
-        failed = dataclasses.replace(said, status=status)
+        failed = dataclasses.replace(response, status=status)
         return _failure(failed, content) if failed.is_failure else None
     return None
 

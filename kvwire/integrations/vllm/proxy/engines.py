@@ -34,8 +34,8 @@ class VllmServer:
 
 def parse_engine(text: str) -> VllmServer:
     """Parse ``http://host:8100=host:7400,host:7401,stages=2``."""
-    url, separator, said = text.partition("=")
-    addresses, _, stages = said.partition(",stages=")
+    url, separator, rest = text.partition("=")
+    addresses, _, stages = rest.partition(",stages=")
     remote = tuple(part.strip() for part in addresses.split(",") if part.strip())
     ports = [Address.parse(address).port for address in remote]
     if not separator or not ports or not all(ports) or not _is_url(url):
@@ -119,8 +119,8 @@ class VllmEngine:
     @property
     def requests(self) -> float:
         """Its running requests: this proxy's, or its own count if that is higher."""
-        said = round(self.load * (self.slots or 1)) if self.load else 0
-        return max(self.running, said)
+        announced = round(self.load * (self.slots or 1)) if self.load else 0
+        return max(self.running, announced)
 
     @property
     def computes_twice(self) -> bool:

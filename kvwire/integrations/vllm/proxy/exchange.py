@@ -55,13 +55,13 @@ class HttpAnswer:
 
 
 def as_json(
-    said: Any,
+    body: Any,
     status: int = HTTPStatus.OK,
     headers: Mapping[str, str] | None = None,
 ) -> HttpAnswer:
     """Return a JSON answer."""
     kind = {"content-type": "application/json"}
-    return HttpAnswer(status, {**kind, **(headers or {})}, msgspec.json.encode(said))
+    return HttpAnswer(status, {**kind, **(headers or {})}, msgspec.json.encode(body))
 
 
 def openai_error(status: int, message: str) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class FirstToken:
         self.why = NO_SEED
         return None
 
-    def begin(self, decode: VllmEngine, said: Any) -> str:
+    def begin(self, decode: VllmEngine, answer: Any) -> str:
         """Begin the stream with prefill's answer, if that is possible.
 
         Returns:
@@ -119,25 +119,25 @@ class FirstToken:
             self.why = FIRST_OF_ITS_KIND if form is None else PARSED
             return ""
         try:
-            self.why = self._fill(deepcopy(form.events), said)
+            self.why = self._fill(deepcopy(form.events), answer)
         except _ODD:
             self.why = PARSED
         return "" if self.why else form.content_type
 
-    def learn(self, decode: VllmEngine, kind: str, content: bytes, said: Any) -> None:
+    def learn(self, decode: VllmEngine, kind: str, content: bytes, answer: Any) -> None:
         """Store the form in which decode begins streams, if it is not known yet.
 
         Args:
             decode: The engine.
             kind: The content type of its stream.
             content: The events of the beginning.
-            said: Prefill's answer to the same request.
+            answer: Prefill's answer to the same request.
         """
         events: list[dict[str, Any]] = []
         plain: bool | None = False
         try:
             events = _decoded(content)
-            plain = self._is_plain(events, said)
+            plain = self._is_plain(events, answer)
         except _ODD:
             events = []
         if plain is None:
@@ -168,10 +168,10 @@ class FirstToken:
             raise EngineFailed(decode, why) from None
         if not same:
             raise OtherToken(decode, "its first token differs from prefill's")
-        said = {name: event.get(name) for name in _NAMES}
+        named = {name: event.get(name) for name in _NAMES}
         event |= {name: self.events[0][name] for name in _NAMES}
         rest = b"data: " + msgspec.json.encode(event) + b"\n\n" if left else b""
-        return rest, said
+        return rest, named
 
     @property
     def _kind(self) -> tuple[str, bool]:
@@ -180,9 +180,9 @@ class FirstToken:
         counts = isinstance(options, dict) and options.get("continuous_usage_stats")
         return self.path, bool(counts)
 
-    def _fill(self, events: list[dict[str, Any]], said: Any) -> str:
+    def _fill(self, events: list[dict[str, Any]], answer: Any) -> str:
         """Fill in the events; return why decode must begin the stream, or ""."""
-        (choice,) = said["choices"]
+        (choice,) = answer["choices"]
         if choice["finish_reason"] != "length":
             return ENDED
         text = _text_of(choice)
@@ -200,15 +200,15 @@ class FirstToken:
             first["text"] = shown
         first["logprobs"] = choice["logprobs"]
         # In a chat, the prompt's tokens are beside the choices.
-        prompt = (said if chat else choice)["prompt_token_ids"]
+        prompt = (answer if chat else choice)["prompt_token_ids"]
         listed = bool(self.body.get("return_token_ids"))
         if listed:
             first["token_ids"] = choice["token_ids"]
             (events[0] if chat else first)["prompt_token_ids"] = prompt
         for tokens, event in enumerate(events, 2 - len(events)):
-            event |= {name: said[name] for name in _NAMES}
+            event |= {name: answer[name] for name in _NAMES}
             if "usage" in event:
-                asked = said["usage"]["prompt_tokens"]
+                asked = answer["usage"]["prompt_tokens"]
                 event["usage"] |= {
                     "prompt_tokens": asked,
                     "completion_tokens": tokens,
@@ -221,9 +221,9 @@ class FirstToken:
         self.events = events
         return ""
 
-    def _is_plain(self, events: list[Any], said: Any) -> bool | None:
+    def _is_plain(self, events: list[Any], answer: Any) -> bool | None:
         """Return whether a beginning is prefill's token; None if that is unknown."""
-        (choice,) = said["choices"]
+        (choice,) = answer["choices"]
         choices = [event["choices"][0] for event in events]
         first = choices[-1]
         if choice["finish_reason"] != "length" or first["finish_reason"] is not None:
@@ -312,12 +312,12 @@ class Continued(AsyncIterator[bytes]):
             why = f"it answers {content.decode(errors='replace')[:_QUOTED_CHARS]}"
             raise EngineFailed(self._decode, why, answer.status)
         content, rest = await read_beginning(answer, self._first.count)
-        left, said = self._first.behind(self._decode, content)
+        left, named = self._first.behind(self._decode, content)
         self._parts = answer.parts
         given = self._first.events[0]
         for name in _NAMES:
-            if said[name] != given[name]:
-                pair = _member(name, said[name]), _member(name, given[name])
+            if named[name] != given[name]:
+                pair = _member(name, named[name]), _member(name, given[name])
                 self._renames.append(pair)  # bounded: _NAMES
         return left + self._renamed(rest)
 
@@ -370,18 +370,18 @@ def _text_of(choice: Mapping[str, Any]) -> str | None:
     if "text" in choice:
         text = choice["text"]
     else:
-        said = choice["delta"] if "delta" in choice else choice["message"]
-        text = said.get("content")
-        if any(said[name] for name in said.keys() - {"role", "content"}):
+        message = choice["delta"] if "delta" in choice else choice["message"]
+        text = message.get("content")
+        if any(message[name] for name in message.keys() - {"role", "content"}):
             return None
     return text if isinstance(text, str) else None
 
 
 def _has_content(choice: Mapping[str, Any]) -> bool:
     """Return whether a choice has content for a client."""
-    said = choice.get("delta", {"text": choice.get("text")})
+    delta = choice.get("delta", {"text": choice.get("text")})
     more = choice.get("token_ids"), _tokens_in(choice.get("logprobs"))
-    return choice["finish_reason"] is not None or any((*said.values(), *more))
+    return choice["finish_reason"] is not None or any((*delta.values(), *more))
 
 
 def _tokens_in(logprobs: Any) -> list[str]:

@@ -180,12 +180,12 @@ class EngineFleet:
             server = VllmServer(url, remote, first.labels.stages)
             found = VllmEngine(server=server, role="", start=start, ready=False)
             self._found[url] = found
-        said = first.record
+        record = first.record
         found.slots = first.labels.slots
-        found.role = said.role
-        found.model = said.model
-        found.labels = said.labels
-        found.transports = said.transports
+        found.role = record.role
+        found.model = record.model
+        found.labels = record.labels
+        found.transports = record.transports
         found.load = min(1.0, max(rank.record.load for rank in ranks))
 
     def _retire(self, engine: VllmEngine | None) -> None:

@@ -172,9 +172,9 @@ class ByKvEvents(Policy):
             socket.connect(engine.labels["kv_events"])
             last: bytes | None = None
             while True:
-                said = await socket.recv_multipart()
+                parts = await socket.recv_multipart()
                 try:
-                    _, number, raw = said
+                    _, number, raw = parts
                     if last is not None and number != _after(last):
                         blocks.clear()
                     last = number

@@ -433,34 +433,34 @@ class MovableStream:
         """Handle an event; return the events for the client, including held ones."""
         try:
             text = event.removeprefix(b"data:")
-            said = msgspec.json.decode(text, type=dict[str, Any])
+            chunk = msgspec.json.decode(text, type=dict[str, Any])
         except DECODE_ERRORS:
             return self._release(event + b"\n\n")
-        if self._over and "error" in said:
+        if self._over and "error" in chunk:
             return self._release(event + b"\n\n")
-        if "error" in said:
-            why = f"it reports {said['error']}"[:_QUOTED_CHARS]
+        if "error" in chunk:
+            why = f"it reports {chunk['error']}"[:_QUOTED_CHARS]
             raise EngineFailed(self._asked.decode, why)
-        choices = said.get("choices", ())
+        choices = chunk.get("choices", ())
         if not self._over and any(c.get("finish_reason") == _ABORT for c in choices):
             raise _Aborted(self._asked.decode, "it was stopped")
         complete = not choices
         for choice in choices:
-            self._take_ids(said, choice)
+            self._take_ids(chunk, choice)
             self._append(choice)
             self._over = self._over or choice.get("finish_reason") is not None
             complete = self._translate(choice) or complete or self._over
-        if usage := said.get("usage"):
+        if usage := chunk.get("usage"):
             self._count(usage)
-        self._first = self._first or {k: said[k] for k in _OF_ANSWER if k in said}
+        self._first = self._first or {k: chunk[k] for k in _OF_ANSWER if k in chunk}
         self.id = self._first.get("id", "")
-        said |= self._first
+        chunk |= self._first
         if complete or len(self._held_ids) >= _HELD_TOKENS_MAX:
-            return self._release(said)
-        self._held.append(said)
+            return self._release(chunk)
+        self._held.append(chunk)
         return []
 
-    def _take_ids(self, said: dict[str, Any], choice: dict[str, Any]) -> None:
+    def _take_ids(self, chunk: dict[str, Any], choice: dict[str, Any]) -> None:
         """Record the tokens' ids, and pass them on only if the client requested them.
 
         Otherwise the fields are empty, as its engine writes them.
@@ -470,7 +470,7 @@ class MovableStream:
         if not shown and "token_ids" in choice:
             choice["token_ids"] = None
         # In a chat, the ids are beside the choices.
-        holder = said if "delta" in choice else choice
+        holder = chunk if "delta" in choice else choice
         if prompt := holder.get("prompt_token_ids"):
             if self._prompt or not shown:
                 holder["prompt_token_ids"] = None
@@ -598,8 +598,10 @@ class MovableStream:
         asked.body["max_tokens"] = 1
         with contextlib.suppress(EngineFailed, TimeoutError):
             async with asyncio.timeout(PROXY_MOVE_S), AsyncExitStack() as attempt:
-                said = await self._moves.dispatcher.ask_once(here, to, asked, attempt)
-                await said.body(PROXY_EVENT_BYTES_MAX)
+                response = await self._moves.dispatcher.ask_once(
+                    here, to, asked, attempt
+                )
+                await response.body(PROXY_EVENT_BYTES_MAX)
 
     async def _left(self, to: VllmEngine) -> int:
         """Return how many tokens the rest of the answer may have at an engine.

@@ -119,16 +119,16 @@ class StoreVerbs:
             }
         passed = {name: headers[name] for name in ("authorization",) if name in headers}
         async with self._client.ask(self._server, path, passed, order) as answer:
-            said = await answer.body(STORE_ORDER_BYTES_MAX)
+            content = await answer.body(STORE_ORDER_BYTES_MAX)
         if tokens and path.endswith("/locate") and answer.status == HTTPStatus.OK:
-            located = self._located(said)
+            located = self._located(content)
             if engine is not None:
                 more = {k: asked[k] for k in ("model", SALT_FIELD) if asked.get(k)}
                 moved = await self._load(engine, tokens, size, located, more)
                 return as_json(described(moved))
             self._add_engines(located, tokens, size)
             return as_json(msgspec.structs.asdict(located))
-        return HttpAnswer(answer.status, {"content-type": "application/json"}, said)
+        return HttpAnswer(answer.status, {"content-type": "application/json"}, content)
 
     def _engine(self, to: str, order: Mapping[str, Any]) -> VllmEngine:
         """Return the target engine of a move."""
@@ -252,9 +252,9 @@ class StoreVerbs:
 
 async def _tokenized(answer: EngineResponse) -> list[int]:
     """Return the tokens in an engine's answer."""
-    said = await answer.body(STORE_ORDER_BYTES_MAX)
+    content = await answer.body(STORE_ORDER_BYTES_MAX)
     try:
-        found = msgspec.json.decode(said, type=_Tokenized)
+        found = msgspec.json.decode(content, type=_Tokenized)
     except DECODE_ERRORS:
         found = _Tokenized([])
     if answer.is_error or not found.tokens:

@@ -72,7 +72,7 @@ async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
     Raises:
         EngineFailed: The stream broke off.
     """
-    said: dict[str, Any] = {}
+    answer: dict[str, Any] = {}
     choice: dict[str, Any] = {}
     async for event in events:
         if isinstance(event, bytes):
@@ -80,27 +80,30 @@ async def in_one_piece(events: AsyncIterator[Event]) -> bytes:
         with reading():
             for part in event.pop("choices", ()):
                 _merge(choice, part)
-            _merge(said, event)
+            _merge(answer, event)
     if choice.get("finish_reason") is None:
         raise EngineFailed(None, "its answer is incomplete")
     with reading():
-        return msgspec.json.encode(_whole(said, _joined(choice)))
+        return msgspec.json.encode(_whole(answer, _joined(choice)))
 
 
-def _whole(said: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+def _whole(answer: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
     """Assemble the answer from the merged events."""
-    said["object"] = _OBJECTS.get(said.get("object", ""), said.get("object"))
-    if said.get("usage"):
-        said["usage"] = _USAGE | said["usage"]
+    answer["object"] = _OBJECTS.get(answer.get("object", ""), answer.get("object"))
+    if answer.get("usage"):
+        answer["usage"] = _USAGE | answer["usage"]
     chosen = {"index": 0} | _CHOICE
     if (delta := choice.pop("delta", None)) is None:
-        return _ANSWER | said | {"choices": [chosen | _PROMPT | choice]}
+        return _ANSWER | answer | {"choices": [chosen | _PROMPT | choice]}
     calls = list((delta.pop("tool_calls", None) or {}).values())
     for call in calls:
         del call["index"]  # it follows from their order
     message = _MESSAGE | {"role": "assistant"} | delta | {"tool_calls": calls}
     return (
-        _ANSWER | _PROMPT | said | {"choices": [chosen | choice | {"message": message}]}
+        _ANSWER
+        | _PROMPT
+        | answer
+        | {"choices": [chosen | choice | {"message": message}]}
     )
 
 
