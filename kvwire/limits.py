@@ -197,7 +197,7 @@ DESCRIPTION_BYTES_MAX: Final = 48 * KIB
 # that may wait together. The wait is a fraction of the cost of waking both sides' busy
 # loops.
 LAST_WORD_DELAY_S: Final = 0.02
-LAST_WORDS_MAX: Final = 64
+LAST_FINS_MAX: Final = 64
 # A SEGMENT_ACK waits for up to this many segments, and no longer than a FIN may wait:
 # one frame per segment would be a third of a small layer's cost. Also the most small
 # layers that are in flight separately before later ones are joined.

@@ -656,11 +656,12 @@ class ConnectionDriver(LinkHandler):
         core = self.core
         now = self._loop.time()
         if self.staging.paused:
-            core.heard(now)  # this side does not read, so silence is not the peer's
+            # This side does not read, so the silence is not the peer's.
+            core.note_received(now)
         elif self.link.received_bytes != self._seen_bytes:
             # Part of a frame arrived at some time since: assume the earliest, or a peer
             # that dies in the middle of a frame would be detected an interval too late.
-            core.heard(self._seen_at)
+            core.note_received(self._seen_at)
             self._seen_bytes = self.link.received_bytes
             self._seen_at = now
         self._copies.trim()

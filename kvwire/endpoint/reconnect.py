@@ -59,8 +59,8 @@ class Reconnector:
 
     def lost(self, connection: Connection, error: ConnectionClosed) -> None:
         """Recover from a connection that ended without having been closed."""
-        heard = connection._core.hears_us(self._loop.time())
-        self._run(self._recover(connection, gone=heard and _was_reset(error)))
+        received = connection._core.peer_receives(self._loop.time())
+        self._run(self._recover(connection, gone=received and _was_reset(error)))
 
     def taken_over(self, connection: Connection, resumes: bytes) -> None:
         """Replace a lost connection by the one that its peer has redialled."""

@@ -308,7 +308,7 @@ class ChunkMover:
             error = IntegrityError(
                 f"bytes {arrival.header.offset}+{arrival.length} arrived damaged"
             )
-            self._requests.fail(request, error, tell=WireCode.INTEGRITY)
+            self._requests.fail(request, error, code=WireCode.INTEGRITY)
             return
         request.moved += arrival.length
         if request.moved < request.nbytes:
@@ -317,7 +317,7 @@ class ChunkMover:
         if request.confirmed:
             request.advance(RequestInput.CONFIRMED)
         if request.kind is RequestKind.SERVE_PUT:
-            self._requests.tell_done(request)
+            self._requests.send_fin(request)
         if request.kind is not _READ or request.confirmed:
             self._requests.finish(request)
 

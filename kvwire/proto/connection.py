@@ -202,9 +202,9 @@ class ConnectionCore:
         """Return the seconds since anything was received from the peer."""
         return self._liveness.silence_s(now)
 
-    def hears_us(self, now: float) -> bool:
+    def peer_receives(self, now: float) -> bool:
         """Return whether the peer's answers show that it receives our frames."""
-        return self._liveness.hears(now)
+        return self._liveness.peer_receives(now)
 
     # --- the link ---------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class ConnectionCore:
         Raises:
             ProtocolError: The frame breaks a rule.
         """
-        self._liveness.heard_at = now
+        self._liveness.received_at = now
         header = arrival.header
         if arrival.place is _NOWHERE:
             return
@@ -281,13 +281,13 @@ class ConnectionCore:
         self, arrival: ChunkArrival, now: float, *, intact: bool
     ) -> None:
         """Act on a payload that a lane has received."""
-        self._liveness.heard(now)
+        self._liveness.note_received(now)
         self.lanes.payload_landed(arrival, intact=intact)
         self._settle(now)
 
-    def heard(self, now: float) -> None:
+    def note_received(self, now: float) -> None:
         """Record bytes of an incomplete frame, which show that the peer is alive."""
-        self._liveness.heard(now)
+        self._liveness.note_received(now)
 
     def chunk_sent(self, chunk: Chunk) -> bool:
         """Drop a chunk's hold, because the link or lane has finished with it.
@@ -370,7 +370,7 @@ class ConnectionCore:
         if verdict is LivenessVerdict.DEAD:
             silence_s = self._liveness.silence_s(now)
             if self.phase in _MAY_CLOSE:
-                self.transfers.say_last_words()
+                self.transfers.send_last_fins()
                 self.outbox.send(FrameType.CLOSE, Close(code=WireCode.UNRESPONSIVE))
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
             return
@@ -515,7 +515,7 @@ class ConnectionCore:
         if not self.messages.withdraw(request):
             return False
         error = RequestCancelled("the receive was withdrawn")
-        self._requests.fail(request, error, tell=None)
+        self._requests.fail(request, error, code=None)
         return True
 
     def grant(
@@ -592,7 +592,7 @@ class ConnectionCore:
         if self.phase in (CloseState.CLOSE_RECEIVED, CloseState.CLOSED):
             raise UnexpectedFrame("KVW-CL-01", "a second CLOSE")
         if body.code == WireCode.UNRESPONSIVE:
-            self._end(self._unheard())
+            self._end(self._unreached())
             return
         self._turn(CloseInput.PEER_CLOSED)
         self.messages.peer_closed()
@@ -606,7 +606,7 @@ class ConnectionCore:
         if self.closed:
             self._end(closed, graceful=True)
 
-    def _unheard(self) -> ConnectionLost:
+    def _unreached(self) -> ConnectionLost:
         """Return the error of a connection whose peer no longer receives from us."""
         lost = ConnectionLost(
             "the peer is alive but has received nothing from this side"
@@ -622,7 +622,7 @@ class ConnectionCore:
         transfers = self.transfers
         if transfers.unacknowledged:
             transfers.acknowledge()
-        waits = transfers.last_words or transfers.unhurried
+        waits = transfers.last_fins or transfers.unhurried
         if waits and self.speak_by is None and now is not None:
             self.speak_by = now + LAST_WORD_DELAY_S
         if self.lanes.unreported:
@@ -632,7 +632,7 @@ class ConnectionCore:
         if len(self._requests):
             return
         self._turn(CloseInput.IDLE)
-        self.transfers.say_last_words()
+        self.transfers.send_last_fins()
         self.outbox.send(FrameType.CLOSE, Close(code=WireCode.GOING_AWAY))
         if self.closed:
             assert self._closing is not None
@@ -653,7 +653,7 @@ class ConnectionCore:
         self.phase = CloseState.CLOSED
         self.messages.end_eager()
         self.error = error
-        self.transfers.say_last_words()
+        self.transfers.send_last_fins()
         self.outbox.shut = True
         self.messages.peer_closed()
         for request in self._requests:
@@ -661,12 +661,12 @@ class ConnectionCore:
         self.outbox.report(Ended(error=error, graceful=graceful))
 
     def _abandon(
-        self, request: RequestRecord, error: KVWireError, tell: WireCode | None
+        self, request: RequestRecord, error: KVWireError, code: WireCode | None
     ) -> None:
         self.messages.withdraw(request)
         if request in self.transfers.unhurried:
             self.transfers.speak()  # report the landed segments, which stay landed
-        self._requests.fail(request, error, tell=tell)
+        self._requests.fail(request, error, code=code)
 
     def _turn(self, turn: CloseInput) -> None:
         self.phase = CLOSE_TRANSITIONS[self.phase, turn]

@@ -132,7 +132,7 @@ class Dispatch:
             error = ClosedOK(text)
         elif not isinstance(error, RequestError):
             error = PeerError(text)
-        self._requests.fail(request, error, tell=None)
+        self._requests.fail(request, error, code=None)
 
 
 def check_numbers(header: Header) -> None:

@@ -292,7 +292,7 @@ class Handshake(ABC):
             theirs = message.version_min, message.version_max
             return version_mismatch(mine.versions, theirs)
         if message.code == WireCode.AUTHENTICATION:
-            return _trust_error(mine.trust, message.trust, told=True)
+            return _trust_error(mine.trust, message.trust, from_peer=True)
         if message.code == WireCode.BUSY:
             return HandshakeError(
                 "the peer has reached its connections_max: close some connections, "
@@ -514,16 +514,16 @@ def no_transport(choice: TransportChoice) -> ProfileMismatch:
 
 
 def _trust_error(
-    mine: TrustMode, theirs: TrustMode, *, told: bool = False
+    mine: TrustMode, theirs: TrustMode, *, from_peer: bool = False
 ) -> AuthenticationFailed:
-    """Return the error for a wrong proof; ``told`` if the peer reported it."""
+    """Return the error for a wrong proof; ``from_peer`` if the peer reported it."""
     if mine is not theirs:
         return AuthenticationFailed(
             f"trust modes differ: this side {mine.name.lower()}, peer "
             f"{theirs.name.lower()}; set the same `trust` and `psk_file` on both",
             fields=("trust",),
         )
-    if mine is TrustMode.MTLS and not told:
+    if mine is TrustMode.MTLS and not from_peer:
         return AuthenticationFailed(
             "the peer's proof is for other certificates than this TLS connection has: "
             "something between the two ends TLS on the way",

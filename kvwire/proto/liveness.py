@@ -43,7 +43,7 @@ class Liveness:
 
     Attributes:
         due: When to call :meth:`look` next.
-        heard_at: When bytes from the peer last arrived.
+        received_at: When bytes from the peer last arrived.
     """
 
     __slots__ = (
@@ -56,13 +56,13 @@ class Liveness:
         "_pings_left_at",
         "_sent",
         "due",
-        "heard_at",
+        "received_at",
     )
 
     def __init__(self, *, interval_s: float, misses: int, now: float) -> None:
         self._interval_s = interval_s
         self._misses = misses
-        self.heard_at: float = now
+        self.received_at: float = now
         self._last_look = False
         self._pings_left: float = PINGS_PER_SECOND_MAX
         self._pings_left_at = now
@@ -72,15 +72,15 @@ class Liveness:
         self._asked_at = now
         self.due: float = now + interval_s
 
-    def heard(self, now: float) -> None:
+    def note_received(self, now: float) -> None:
         """Record that bytes from the peer arrived at ``now``, unless later ones did."""
-        self.heard_at = max(self.heard_at, now)
+        self.received_at = max(self.received_at, now)
 
     def silence_s(self, now: float) -> float:
         """Return the seconds since bytes from the peer last arrived."""
-        return now - self.heard_at
+        return now - self.received_at
 
-    def hears(self, now: float) -> bool:
+    def peer_receives(self, now: float) -> bool:
         """Return whether the peer's answers show that it receives from this side."""
         if self._sent == self._answered:
             return True
@@ -96,12 +96,12 @@ class Liveness:
         late_s = now - self.due
         stalled = late_s > STALL_TOLERANCE_S
         if stalled:
-            self.heard_at = min(now, self.heard_at + late_s)
-        silence_s = now - self.heard_at
+            self.received_at = min(now, self.received_at + late_s)
+        silence_s = now - self.received_at
         missed = int(silence_s / self._interval_s + 1e-6)
         if missed < self._misses:
             self._last_look = False
-            self.due = self.heard_at + (missed + 1) * self._interval_s
+            self.due = self.received_at + (missed + 1) * self._interval_s
             return LivenessVerdict.PING if missed else LivenessVerdict.FINE
         self.due = now + self._interval_s
         if stalled and not self._last_look:
@@ -125,7 +125,7 @@ class Liveness:
                 "KVW-LV-01", f"PONG {number}; of {self._sent} pings, {due} is due"
             )
         self._answered = due
-        self._asked_at = self.heard_at
+        self._asked_at = self.received_at
 
     def ping_received(self, now: float) -> None:
         """Handle PING; raise if the peer sends too many of them.

@@ -304,7 +304,7 @@ class Messages:
         if request.over or error:
             self._holds.drop(buffer)
             if error:
-                self._requests.fail(request, error, tell=None)
+                self._requests.fail(request, error, code=None)
             return
         request.state = _WHOLE
         request.over = True
@@ -318,11 +318,11 @@ class Messages:
                 "KVW-MS-03", f"more than {REQUESTS_MAX} announced messages wait"
             )
         if self._refusing:
-            self._tell_refused(wire_id)
+            self._send_gone(wire_id)
             return
         tag = int.from_bytes(body.tag, "little")
         if tag in self._unwanted:
-            self._tell_unwanted(wire_id, tag)
+            self._send_unwanted(wire_id, tag)
             return
         waiting = UnreceivedMessage(nbytes=body.nbytes, wire_id=wire_id)
         self._announced[wire_id] = (tag, waiting)  # bounded: REQUESTS_MAX
@@ -346,7 +346,7 @@ class Messages:
         self._refusing = True
         for wire_id in list(self._announced):
             self.withdrawn(wire_id)
-            self._tell_refused(wire_id)
+            self._send_gone(wire_id)
 
     def peer_closed(self) -> None:
         """Drop announcements, which cannot be answered; keep held messages."""
@@ -431,7 +431,7 @@ class Messages:
             self._taken(waiting.nbytes)
         else:
             del self._announced[waiting.wire_id]
-            self._requests.tell_failed(
+            self._requests.send_fail(
                 waiting.wire_id, WireCode.TOO_LARGE, f"the receiver: {error}"
             )
         # The front has not kept a damaged message.
@@ -444,7 +444,7 @@ class Messages:
         self._trim(tag)
         if waiting.wire_id is not None:
             del self._announced[waiting.wire_id]
-            self._tell_unwanted(waiting.wire_id, tag)
+            self._send_unwanted(waiting.wire_id, tag)
             return
         self._taken(waiting.nbytes)
         assert waiting.buffer is not None
@@ -474,7 +474,7 @@ class Messages:
             return
         self._taken(waiting.nbytes)
         if waiting.error:
-            self._requests.fail(request, waiting.error, tell=None)
+            self._requests.fail(request, waiting.error, code=None)
             return
         request.state = _WHOLE
         request.over = True
@@ -500,13 +500,13 @@ class Messages:
         assert waiting.buffer is not None
         self._holds.drop_and_retire(waiting.buffer)
 
-    def _tell_refused(self, wire_id: int) -> None:
+    def _send_gone(self, wire_id: int) -> None:
         reason = "the receiver has closed the connection"
-        self._requests.tell_failed(wire_id, WireCode.GOING_AWAY, reason)
+        self._requests.send_fail(wire_id, WireCode.GOING_AWAY, reason)
 
-    def _tell_unwanted(self, wire_id: int, tag: int) -> None:
+    def _send_unwanted(self, wire_id: int, tag: int) -> None:
         reason = f"the receiver discards messages of tag {tag}"
-        self._requests.tell_failed(wire_id, WireCode.CANCELLED, reason)
+        self._requests.send_fail(wire_id, WireCode.CANCELLED, reason)
 
     def _taken(self, nbytes: int) -> None:
         if self._credit.taken(nbytes):

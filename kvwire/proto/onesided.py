@@ -72,7 +72,7 @@ class OneSided:
                 access=Access.WRITE if put else Access.READ,
             )
         except (AccessDenied, StaleRegion) as exc:
-            self._requests.tell_failed(wire_id, exc.code, str(exc))
+            self._requests.send_fail(wire_id, exc.code, str(exc))
             return
         request = RequestRecord(
             kind=RequestKind.SERVE_PUT if put else RequestKind.SERVE_GET,
@@ -113,7 +113,7 @@ class OneSided:
         for request in self._requests:
             if request.kind in SERVING and request.region == region:
                 error: RequestError = StaleRegion("the region was closed or revoked")
-                self._requests.fail(request, error, tell=WireCode.STALE)
+                self._requests.fail(request, error, code=WireCode.STALE)
 
     def _put(self, request: RequestRecord, target: AccessBody) -> None:
         self._outbox.send(FrameType.PUT, target, request=request.wire_id)

@@ -198,7 +198,7 @@ class RequestTable:
         request: RequestRecord,
         error: KVWireError,
         *,
-        tell: WireCode | None = None,
+        code: WireCode | None = None,
         held: BufferId | None = None,
     ) -> None:
         """End a request with an error; does nothing if it has ended.
@@ -206,22 +206,22 @@ class RequestTable:
         Args:
             request: The request.
             error: The error that its owner gets.
-            tell: The code of the FAIL to send; None sends none.
+            code: The code of the FAIL to send; None sends none.
             held: The buffer of the held message that the request would have taken.
         """
         if request.over:
             return
         request.advance(RequestInput.FAIL)
-        if tell is not None and request.wire_id:
-            self.tell_failed(request.wire_id, tell, str(error))
+        if code is not None and request.wire_id:
+            self.send_fail(request.wire_id, code, str(error))
         self.finish(request, error=error, held=held)
 
-    def tell_failed(self, wire_id: int, code: WireCode, reason: str) -> None:
+    def send_fail(self, wire_id: int, code: WireCode, reason: str) -> None:
         """Send FAIL for a request number, which need not be open here."""
         body = Fail(code=code, reason=sayable(reason))
         self._outbox.send(FrameType.FAIL, body, request=wire_id)
 
-    def tell_done(self, request: RequestRecord) -> None:
+    def send_fin(self, request: RequestRecord) -> None:
         """Send FIN, because every byte of a put is in place."""
         body = Fin(nbytes=request.nbytes)
         self._outbox.send(FrameType.FIN, body, request=request.wire_id)

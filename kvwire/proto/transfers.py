@@ -27,7 +27,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import (
     LANDED_MAX,
-    LAST_WORDS_MAX,
+    LAST_FINS_MAX,
     SEGMENTS_TOGETHER,
     SETTLED_MAX,
     TRANSFERS_WAITING_MAX,
@@ -82,7 +82,7 @@ class Transfers:
     """Runs both sides' KV transfers on one connection.
 
     Attributes:
-        last_words: Requests whose FIN is held back, to be sent in the next OPEN or
+        last_fins: Requests whose FIN is held back, to be sent in the next OPEN or
             AGREE.
         only_link: Whether all payload goes over the control link.
         unacknowledged: Requests whose landed segments :meth:`acknowledge` names.
@@ -108,7 +108,7 @@ class Transfers:
         # sealed.
         self._sealed = outbox.framing.sealed
         self.only_link: bool = True
-        self.last_words: list[int] = []
+        self.last_fins: list[int] = []
         self.records: dict[RequestRecord, TransferRecord] = {}
         # Ordered sets.
         self._asked: dict[RequestRecord, None] = {}
@@ -136,7 +136,7 @@ class Transfers:
             pull=request.kind is RequestKind.INCOMING,
             priority=transfer.priority,
             description=description,
-            done=self._take_last_words() if self.last_words else (),
+            done=self._take_last_fins() if self.last_fins else (),
         )
         self._outbox.send(FrameType.OPEN, body, request=request.wire_id)
 
@@ -146,7 +146,7 @@ class Transfers:
             return
         self._unanswered.pop(request, None)
         request.advance(RequestInput.GO)
-        body = Agree(description=description, done=self._take_last_words())
+        body = Agree(description=description, done=self._take_last_fins())
         self._outbox.send(FrameType.AGREE, body, request=request.wire_id)
 
     def opened(self, header: Header, body: Open) -> None:
@@ -337,9 +337,9 @@ class Transfers:
         transfer.open_segments = 0
         transfer.damaged = damaged
         request.confirmed = True
-        self.last_words.append(request.wire_id)  # bounded: LAST_WORDS_MAX
-        if len(self.last_words) == LAST_WORDS_MAX:
-            self.say_last_words()
+        self.last_fins.append(request.wire_id)  # bounded: LAST_FINS_MAX
+        if len(self.last_fins) == LAST_FINS_MAX:
+            self.send_last_fins()
         self.settle(request)
         if landed and not request.over:  # otherwise the request's end reports it
             self._outbox.report(
@@ -521,19 +521,19 @@ class Transfers:
 
     def speak(self) -> None:
         """Send every FIN and SEGMENT_ACK that was held back."""
-        self.say_last_words()
+        self.send_last_fins()
         self.unacknowledged |= self.unhurried
         self.unhurried.clear()
         self.acknowledge()
 
-    def say_last_words(self) -> None:
+    def send_last_fins(self) -> None:
         """Send each FIN that was held back in its own frame."""
-        for wire_id in self._take_last_words():
+        for wire_id in self._take_last_fins():
             self._outbox.send(FrameType.FIN, Fin(nbytes=0), request=wire_id)
 
-    def _take_last_words(self) -> tuple[int, ...]:
-        taken = tuple(self.last_words)
-        self.last_words = []
+    def _take_last_fins(self) -> tuple[int, ...]:
+        taken = tuple(self.last_fins)
+        self.last_fins = []
         return taken
 
     def _confirm(self, done: tuple[int, ...]) -> None:
@@ -592,7 +592,7 @@ class Transfers:
         transfer.acknowledge = []  # COMMIT_ACK reports these segments
         if len(transfer.damaged) > SETTLED_MAX:
             error = IntegrityError(f"{len(transfer.damaged)} segments arrived damaged")
-            self._requests.fail(request, error, tell=WireCode.INTEGRITY)
+            self._requests.fail(request, error, code=WireCode.INTEGRITY)
             return
         body = CommitAck(damaged=tuple(sorted(transfer.damaged)))
         self._outbox.send(FrameType.COMMIT_ACK, body, request=request.wire_id)

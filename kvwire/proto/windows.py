@@ -220,7 +220,7 @@ class WindowReads:
     def answer(self, wire_id: int, answer: WindowOpened | str) -> None:
         """Answer WINDOW_OPEN; if the argument is a text, refuse with this reason."""
         if isinstance(answer, str):
-            self._requests.tell_failed(wire_id, AccessDenied.code, answer)
+            self._requests.send_fail(wire_id, AccessDenied.code, answer)
         else:
             self._outbox.send(FrameType.WINDOW_OPENED, answer, request=wire_id)
 
@@ -258,7 +258,7 @@ class WindowReads:
         self._requests.serve(request)
         if body.window not in self._shown:
             error = StaleRegion("the window was closed")
-            self._requests.fail(request, error, tell=error.code)
+            self._requests.fail(request, error, code=error.code)
             return
         self._outbox.report(WindowRead(request=request, body=body))
 
@@ -269,7 +269,7 @@ class WindowReads:
 
     def refuse(self, wire_id: RequestId, error: KVWireError) -> None:
         """Answer a small get with an error."""
-        self._requests.tell_failed(wire_id, error.code, str(error))
+        self._requests.send_fail(wire_id, error.code, str(error))
 
     def data_frame(self, wire_id: RequestId, nbytes: int, check: int | None) -> bytes:
         """Return the header of the frame with which the front answers a small get.

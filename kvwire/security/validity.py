@@ -123,8 +123,8 @@ def trouble_of(
         return state, text
     stale = [ca for ca in authorities if Validity.of(ca).state(now) in _INVALID]
     if stale:
-        state = Validity.of(stale[0]).described(now)
-        text = f"tls_ca_file {config.tls_ca_file}: the CA {_name(stale[0])} {state}"
+        why = Validity.of(stale[0]).described(now)
+        text = f"tls_ca_file {config.tls_ca_file}: the CA {_name(stale[0])} {why}"
         return ("expired" if len(stale) == len(authorities) else "soon"), text
     return state, text
 

@@ -26,7 +26,7 @@ from kvwire.limits import (
     LANDED_MAX,
     LANE_NUMBER_MAX,
     LANE_PAYLOADS_MAX,
-    LAST_WORDS_MAX,
+    LAST_FINS_MAX,
     NAME_CHARS_MAX,
     PRIORITY_MAX,
     PROFILE_FIELDS_MAX,
@@ -60,7 +60,7 @@ Descriptor = Annotated[bytes, Meta(max_length=DESCRIPTOR_BYTES_MAX)]
 LaneNumber = Annotated[int, Meta(ge=1, le=LANE_NUMBER_MAX)]
 TransferId = Annotated[bytes, Meta(min_length=1, max_length=TRANSFER_ID_BYTES_MAX)]
 Description = Annotated[bytes, Meta(max_length=DESCRIPTION_BYTES_MAX)]
-LastWords = Annotated[tuple[U32, ...], Meta(max_length=LAST_WORDS_MAX)]
+LastFins = Annotated[tuple[U32, ...], Meta(max_length=LAST_FINS_MAX)]
 SegmentNumber = Annotated[int, Meta(ge=1, le=SEGMENTS_MAX)]
 WindowNumber = Annotated[int, Meta(ge=1, le=2**31)]
 WindowGeometry = Annotated[bytes, Meta(max_length=WINDOW_GEOMETRY_BYTES_MAX)]
@@ -316,14 +316,14 @@ class Open(Body, array_like=True, frozen=True, gc=False):
     pull: bool
     priority: Annotated[int, Meta(ge=0, le=PRIORITY_MAX)]
     description: Description
-    done: LastWords = ()
+    done: LastFins = ()
 
 
 class Agree(Body, array_like=True, frozen=True, gc=False):
     """AGREE: the answer to OPEN; ``done`` is as in OPEN."""
 
     description: Description
-    done: LastWords = ()
+    done: LastFins = ()
 
 
 class SegmentBody(Body, array_like=True, frozen=True, gc=False):

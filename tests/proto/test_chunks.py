@@ -97,7 +97,7 @@ def test_a_lost_span_of_a_request_that_is_over_is_not_sent() -> None:
     request = side.put(35)
     burst = side.chunks.next_chunk(lambda buffer: 30)
     assert burst is not None
-    side.requests.fail(request, ConnectionLost("x"), tell=None)
+    side.requests.fail(request, ConnectionLost("x"), code=None)
     side.chunks.chunk_missed(burst)
     assert side.chunks.next_chunk() is None
     assert side.holds.drained == [request.buffer]
@@ -109,7 +109,7 @@ def test_a_lost_chunk_of_a_request_that_is_over_does_not_stop_the_next() -> None
     over, lives = side.put(5), side.put(5)
     for chunk in [side.chunk(), side.chunk()]:
         side.chunks.chunk_missed(chunk)
-    side.requests.fail(over, ConnectionLost("x"), tell=None)
+    side.requests.fail(over, ConnectionLost("x"), code=None)
     assert side.chunk().request is lives
     assert side.holds.drained == [over.buffer]
 
@@ -211,7 +211,7 @@ def test_a_link_that_is_gone_holds_nothing() -> None:
     leaving = side.chunk()
     side.chunks.data_header(data(get.wire_id, 0, 10))
     for request in (put, get, waiting):
-        side.requests.fail(request, ConnectionLost("x"), tell=None)
+        side.requests.fail(request, ConnectionLost("x"), code=None)
     assert side.holds.drained == [waiting.buffer]
     side.chunks.link_gone()
     assert set(side.holds.drained) == {put.buffer, get.buffer, waiting.buffer}

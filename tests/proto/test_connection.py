@@ -100,7 +100,7 @@ def test_any_byte_is_a_sign_of_life() -> None:
     pair = ConnectionPair()
     for _ in range(10):
         pair.server.now += 1.9
-        pair.server.core.heard(pair.server.now)
+        pair.server.core.note_received(pair.server.now)
         pair.server.tick()
     assert not pair.server.core.closed
     said = [frame.header.type for frame in on_the_wire(pair.server)]
@@ -144,7 +144,7 @@ def test_whoever_gives_up_a_silent_peer_says_so(phase: CloseState) -> None:
 def test_a_peer_that_has_heard_nothing_lives_and_its_connection_is_lost() -> None:
     pair = ConnectionPair()
     end, begun = pair.server, pair.server.recv(TAG)
-    assert end.core.hears_us(end.now)
+    assert end.core.peer_receives(end.now)
     pair.client.forge(FrameType.CLOSE, Close(errors.WireCode.UNRESPONSIVE))
     pair.deliver(pair.client)
     assert isinstance(end.core.error, errors.ConnectionLost)

@@ -39,7 +39,7 @@ def test_a_late_look_asks_before_it_judges() -> None:
         assert liveness.look(liveness.due) is LivenessVerdict.PING
     assert liveness.look(liveness.due + 60.0) is LivenessVerdict.PING
     # Whoever is heard meanwhile is judged afresh.
-    liveness.heard(liveness.due - 1.0)
+    liveness.note_received(liveness.due - 1.0)
     assert liveness.look(liveness.due) is LivenessVerdict.FINE
     for _ in range(2):
         assert liveness.look(liveness.due) is LivenessVerdict.PING
@@ -101,19 +101,19 @@ def test_an_answer_to_no_ping() -> None:
 
 def test_a_peer_that_answers_nothing_for_an_interval_hears_nothing() -> None:
     liveness = watch()
-    assert liveness.hears(1e9), "it was asked nothing"
+    assert liveness.peer_receives(1e9), "it was asked nothing"
     liveness.ping(101.0)
     liveness.ping(101.0 + PING_INTERVAL_S / 2)
-    assert liveness.hears(100.9 + PING_INTERVAL_S)
-    assert not liveness.hears(101.0 + PING_INTERVAL_S)
-    liveness.heard(102.0)
+    assert liveness.peer_receives(100.9 + PING_INTERVAL_S)
+    assert not liveness.peer_receives(101.0 + PING_INTERVAL_S)
+    liveness.note_received(102.0)
     liveness.pong_received(Ping(1))
-    assert liveness.hears(101.9 + PING_INTERVAL_S)
-    assert not liveness.hears(102.0 + PING_INTERVAL_S)
+    assert liveness.peer_receives(101.9 + PING_INTERVAL_S)
+    assert not liveness.peer_receives(102.0 + PING_INTERVAL_S)
     liveness.pong_received(Ping(2))
-    assert liveness.hears(1e9)
+    assert liveness.peer_receives(1e9)
     liveness.ping(200.0)
-    assert liveness.hears(201.0)
+    assert liveness.peer_receives(201.0)
 
 
 @pytest.mark.rule("KVW-LV-02", "breaks")

@@ -54,7 +54,7 @@ def test_a_number_of_the_past_is_late(role: Role) -> None:
     side = Side(role=role)
     ours, theirs = side.request(RequestKind.PUT), side.served(first_of(role.other))
     for request in (ours, theirs):
-        side.requests.fail(request, ConnectionLost("over"), tell=None)
+        side.requests.fail(request, ConnectionLost("over"), code=None)
         assert side.requests.find(request.wire_id) is None
 
 
@@ -82,7 +82,7 @@ def test_how_many_the_peer_may_have_open() -> None:
         side.requests.admit(following)
     last = side.requests.find(1)
     assert last is not None
-    side.requests.fail(last, ConnectionLost("over"), tell=None)
+    side.requests.fail(last, ConnectionLost("over"), code=None)
     assert side.requests.admit(following) == following
     side.request(RequestKind.PUT)
 
@@ -102,7 +102,7 @@ def test_how_many_this_side_may_have_open() -> None:
         with pytest.raises(UsageError, match=f"{REQUESTS_MAX} requests are open"):
             side.request(kind)
     assert len(side.requests) == REQUESTS_MAX + 1
-    side.requests.fail(last, ConnectionLost("over"), tell=None)
+    side.requests.fail(last, ConnectionLost("over"), code=None)
     side.request(RequestKind.PUT)
 
 
@@ -147,7 +147,7 @@ def test_a_request_without_a_deadline_never_expires() -> None:
     side = Side()
     side.request(RequestKind.PUT)
     first = side.request(RequestKind.PUT, deadline=5.0)
-    side.requests.fail(first, ConnectionLost("over"), tell=None)
+    side.requests.fail(first, ConnectionLost("over"), code=None)
     assert side.requests.next_deadline is None
     assert side.requests.expire(1e9) == []
 
@@ -158,7 +158,7 @@ def test_deadlines_of_the_past_are_forgotten() -> None:
     keep = [side.request(RequestKind.PUT, deadline=1e9 + count) for count in range(10)]
     for count in range(3 * REQUESTS_MAX):
         request = side.request(RequestKind.PUT, deadline=1e6 + count)
-        side.requests.fail(request, ConnectionLost("over"), tell=None)
+        side.requests.fail(request, ConnectionLost("over"), code=None)
         side.done()
         assert len(side.requests._deadlines) <= REQUESTS_MAX
     assert side.requests.expire(1e9 + 4) == keep[:5]

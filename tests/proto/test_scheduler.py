@@ -111,7 +111,7 @@ def test_segments_of_a_transfer_that_is_over_leave_together(side: Side) -> None:
     for piled in (False, True):
         first = side.segment(5, priority=0)
         side.segment_of(first.request, 5, 2)
-        side.requests.fail(first.request, ConnectionLost("x"), tell=None)
+        side.requests.fail(first.request, ConnectionLost("x"), code=None)
         if piled:
             turns._count_max = 1
             side.put(5)
@@ -152,7 +152,7 @@ def test_everything_is_sent_once(seed: int) -> None:
         elif movers and chance.random() < 0.2:
             request = request_of(chance.choice(movers))
             if not request.over:
-                side.requests.fail(request, ConnectionLost("x"), tell=None)
+                side.requests.fail(request, ConnectionLost("x"), code=None)
         elif side.chunks.sending:
             chunk = side.chunks.next_chunk(lambda buffer: chance.randrange(60))
             if chunk is not None:
@@ -189,7 +189,7 @@ def test_asking_and_cancelling_without_end(side: Side) -> None:
     kept = [side.put(5), side.segment(5, priority=9)]
     for _ in range(3 * REQUESTS_MAX):
         request = side.put(5)
-        side.requests.fail(request, ConnectionLost("x"), tell=None)
+        side.requests.fail(request, ConnectionLost("x"), code=None)
         side.done()
         assert queued(turns_of(side)) <= REQUESTS_MAX
     assert [send(side), send(side)] == kept[::-1]
@@ -211,7 +211,7 @@ def test_many_that_are_alive_are_not_looked_through_for_each_that_comes(
         side.chunks.begin_send(side.served(2 * count))
     for _ in range(2 * REQUESTS_MAX):
         request = side.put(5)
-        side.requests.fail(request, ConnectionLost("x"), tell=None)
+        side.requests.fail(request, ConnectionLost("x"), code=None)
         side.done()
     assert sum(looked) <= 4 * REQUESTS_MAX
 

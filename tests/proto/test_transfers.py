@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvwire import errors
-from kvwire.limits import LAST_WORD_DELAY_S, LAST_WORDS_MAX, TRANSFERS_WAITING_MAX
+from kvwire.limits import LAST_FINS_MAX, LAST_WORD_DELAY_S, TRANSFERS_WAITING_MAX
 from kvwire.proto import events
 from kvwire.proto import transfers as module
 from kvwire.proto.records import SegmentRecord, packed_mark
@@ -383,10 +383,10 @@ def test_the_last_word_rides_on_the_next_transfer(pull: bool) -> None:
     assert m.producer.broken is m.consumer.broken is None
 
 
-def test_as_many_last_words_as_can_ride(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_last_fins_as_can_ride(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then they are all said at once."""
-    assert LAST_WORDS_MAX > 2
-    monkeypatch.setattr(module, "LAST_WORDS_MAX", 2)
+    assert LAST_FINS_MAX > 2
+    monkeypatch.setattr(module, "LAST_FINS_MAX", 2)
     m = moved()
     other = ask(m.pair.client)
     expect_fine(m.pair)

@@ -278,7 +278,7 @@ class Beside:
         endpoint.end.heard_at = world.now
         if pause_s:
             bay.begun = True
-            endpoint.core.heard(endpoint.node.clock)
+            endpoint.core.note_received(endpoint.node.clock)
             endpoint.node.after(pause_s, self._move, half, descriptor)
             return
         del half.arriving[descriptor]

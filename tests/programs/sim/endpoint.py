@@ -261,7 +261,7 @@ class Endpoint:
         core, now = self.core, self.node.clock
         if self.end.received_bytes != self._seen_bytes:
             self._seen_bytes = self.end.received_bytes
-            core.heard(now)
+            core.note_received(now)
         core.tick(now)
         self.pump()
         if not core.closed:
