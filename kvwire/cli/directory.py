@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import msgspec
 from cyclopts import App, Parameter
@@ -22,25 +23,45 @@ app: App = App(name="directory")
 _COLUMNS: Final = ("name", "role", "address", "load", "incarnation", "model", "labels")
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class DirectoryOptions:
+    """Options that choose a directory.
+
+    Attributes:
+        directory: The directory, such as redis://host:6379. By default the
+            configuration's directory, or else this user's folder on this host, file:
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+    """
+
+    directory: str = ""
+    config: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """The directory's URL."""
+        return self.directory or Config.load(self.config).directory or "file:"
+
+
+_WHERE: Final = DirectoryOptions()
+
+
 @app.command
 def ls(
     selector: str = "",
     /,
     *,
-    url: Annotated[str, Parameter(name="--directory")] = "",
-    config: Path | None = None,
+    where: DirectoryOptions = _WHERE,
     json: bool = False,
 ) -> None:
     """List the current members.
 
     Args:
         selector: The members to show, such as role=decode,model=demo; all by default.
-        url: The directory, such as redis://host:6379. By default the configuration's
-            directory, or else this user's folder on this host, file:
-        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+        where: The directory.
         json: Print a JSON list instead.
     """
-    url = _url(url, config)
+    url = where.url
     directory = open_directory(url)
     members = asyncio.run(_members(directory, selector))
     if json:
@@ -56,8 +77,8 @@ def ls(
             table
         )
     else:
-        where = without_password(url)
-        print(f"no member matches {selector or 'anything'} in {where}", file=sys.stderr)
+        shown = without_password(url)
+        print(f"no member matches {selector or 'anything'} in {shown}", file=sys.stderr)
     if directory.ignored:
         print(f"{directory.ignored} entries are not valid records", file=sys.stderr)
 
@@ -67,24 +88,17 @@ def watch(
     selector: str = "",
     /,
     *,
-    url: Annotated[str, Parameter(name="--directory")] = "",
-    config: Path | None = None,
+    where: DirectoryOptions = _WHERE,
     json: bool = False,
 ) -> None:
     """Print a line for each change of a member, until Ctrl-C.
 
     Args:
         selector: The members to show, such as role=decode,model=demo; all by default.
-        url: The directory, such as redis://host:6379. By default the configuration's
-            directory, or else this user's folder on this host, file:
-        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+        where: The directory.
         json: Print each change as a line of JSON instead.
     """
-    asyncio.run(_watch(open_directory(_url(url, config)), selector, json))
-
-
-def _url(url: str, config: Path | None) -> str:
-    return url or Config.load(config).directory or "file:"
+    asyncio.run(_watch(open_directory(where.url), selector, json))
 
 
 async def _members(directory: Directory, selector: str) -> list[Record]:

@@ -17,8 +17,9 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 import kvwire
-from kvwire import Config, KVWireError, UsageError
+from kvwire import KVWireError, UsageError
 from kvwire.cli import store_verbs
+from kvwire.cli.store_verbs import ClientOptions
 from kvwire.directory import Selector
 from kvwire.errors import without_password
 from kvwire.observe.view import TopTable, report_notes, report_tables, text_of
@@ -98,6 +99,7 @@ class AccessOptions:
 
 
 _ACCESS: Final = AccessOptions()
+_CLIENT: Final = ClientOptions()
 _ANNOUNCEMENT: Final = AnnounceOptions()
 
 
@@ -148,20 +150,18 @@ def stats(
     address: str,
     /,
     *,
-    psk_file: Path | None = None,
-    config: Path | None = None,
+    client: ClientOptions = _CLIENT,
     json: bool = False,
 ) -> None:
     """Show the tiers of a served store, and its clients.
 
     Args:
         address: The server's address.
-        psk_file: The key that the server requires.
-        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+        client: The key that the server requires.
         json: Print JSON instead.
     """
-    wanted = _wanted(psk_file, config)
-    report = _run(ask_report(address.removeprefix("kvwire://"), wanted), address)
+    where = address.removeprefix("kvwire://")
+    report = _run(ask_report(where, client.settings), address)
     if json:
         document = msgspec.json.encode(_plain(report))
         sys.stdout.buffer.write(msgspec.json.format(document) + b"\n")
@@ -176,8 +176,7 @@ def delete(
     *,
     tenant: str = "",
     every: Annotated[bool, Parameter(name="--all")] = False,
-    psk_file: Path | None = None,
-    config: Path | None = None,
+    client: ClientOptions = _CLIENT,
 ) -> None:
     """Delete all blocks of a tenant from a store server, and print their number.
 
@@ -189,14 +188,12 @@ def delete(
         tenant: The tenant's name; needs the operator's key.
         every: Delete all blocks of the tenant whose key is given. With the operator's
             key, or without keys, delete all blocks without a tenant.
-        psk_file: The key that the server requires.
-        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+        client: The key that the server requires.
     """
-    wanted = _wanted(psk_file, config)
     if not (tenant or every or _agreed(f"delete all blocks at {address}?")):
         raise UsageError("nothing is deleted: pass --all, or --tenant NAME")
     where = address.removeprefix("kvwire://")
-    deleted = _run(delete_all(where, wanted, tenant), address)
+    deleted = _run(delete_all(where, client.settings, tenant), address)
     print(f"deleted {deleted:,} block{'' if deleted == 1 else 's'}")
 
 
@@ -213,13 +210,6 @@ def _berth_bytes(text: str) -> int:
         return read_bytes(text)
     except UsageError as exc:
         raise UsageError(f"--berth {exc}") from None
-
-
-def _wanted(psk_file: Path | None, config: Path | None) -> Config:
-    key: dict[str, Any] = {}
-    if psk_file is not None:
-        key = {"trust": "psk", "psk_file": str(psk_file)}
-    return Config.load(config, **key)
 
 
 def _run(work: Any, address: str) -> Any:

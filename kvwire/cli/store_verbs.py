@@ -30,7 +30,29 @@ _NUMBERS: Final = re.compile(r"[\s,\[\]]+")
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class BlockOptions:
+class ClientOptions:
+    """Options of a client of a store server.
+
+    Attributes:
+        psk_file: The key that the server requires.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+    """
+
+    psk_file: Path | None = None
+    config: Path | None = None
+
+    @property
+    def settings(self) -> Config:
+        """The configuration of the client."""
+        key: dict[str, Any] = {}
+        if self.psk_file is not None:
+            key = {"trust": "psk", "psk_file": str(self.psk_file)}
+        return Config.load(self.config, **key)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(ClientOptions):
     """Options that choose the blocks of a verb, and the format of the answer.
 
     Attributes:
@@ -42,8 +64,6 @@ class BlockOptions:
         seed: The scheme's seed; with vllm, the engines' PYTHONHASHSEED.
         cache_salt: The cache_salt of the engine's request.
         tenant: The tenant's name; needs the operator's key.
-        psk_file: The key that the server requires.
-        config: A kvwire.toml; KVWIRE_* environment variables also apply.
         json: Print JSON instead.
     """
 
@@ -53,8 +73,6 @@ class BlockOptions:
     seed: str = ""
     cache_salt: str = ""
     tenant: str = ""
-    psk_file: Path | None = None
-    config: Path | None = None
     json: bool = False
 
     def order(self, hashes: tuple[str, ...], **arguments: Any) -> VerbOrder:
@@ -70,14 +88,6 @@ class BlockOptions:
             tenant=self.tenant,
             **arguments,
         )
-
-    @property
-    def wanted(self) -> Config:
-        """The configuration of the client."""
-        key: dict[str, Any] = {}
-        if self.psk_file is not None:
-            key = {"trust": "psk", "psk_file": str(self.psk_file)}
-        return Config.load(self.config, **key)
 
 
 _BLOCKS: Final = BlockOptions()
@@ -199,7 +209,7 @@ def _carry_out(name: str, address: str, blocks: BlockOptions, order: VerbOrder) 
     if order.to.startswith("kvwire://"):
         work = _moved(where, blocks, order, hashes)
     else:
-        work = apply_verb(where, blocks.wanted, verb, hashes, order.tenant)
+        work = apply_verb(where, blocks.settings, verb, hashes, order.tenant)
     try:
         placement = asyncio.run(work)
     except OSError as exc:
