@@ -277,7 +277,7 @@ class LocalLane(Lane):
     def _peer_is_there(self, *, all_of_it: bool = True) -> bool:
         """Handle the peer's records, and return whether its side is still open."""
         assert self._wire is not None
-        records, there = self._wire.hear(all_of_it=all_of_it)
+        records, there = self._wire.receive(all_of_it=all_of_it)
         for record in records:
             self._received(self._wire, record)
             if self._ended:
@@ -316,16 +316,16 @@ class LocalLane(Lane):
             if self._incoming.can_read and not self._scheduled:
                 self._scheduled = True
                 self._loop.call_soon(self._run, self._move)
-            if wire.has_unsaid:
-                self._loop.add_writer(wire.fileno(), self._run, self._say_rest)
+            if wire.has_unsent:
+                self._loop.add_writer(wire.fileno(), self._run, self._send_rest)
         idle = not (self._outgoing or self._incoming)
-        if self._closing and idle and not (wire is not None and wire.has_unsaid):
+        if self._closing and idle and not (wire is not None and wire.has_unsent):
             self._end(None)
 
-    def _say_rest(self) -> None:
+    def _send_rest(self) -> None:
         assert self._wire is not None
         self._loop.remove_writer(self._wire.fileno())
-        self._wire.say_rest()
+        self._wire.send_rest()
 
     def _end(self, error: Exception | None) -> None:
         if self._ended:

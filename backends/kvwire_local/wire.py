@@ -7,7 +7,7 @@ questions:
   our own pid namespace, and its user, so neither is ever taken from the peer's data.
 * Is the peer still there? The peer shuts down its end of the socket before its lane
   releases any memory, and the kernel closes it when the process dies. We check that
-  under the same kernel lock under which it happens: see :meth:`LocalWire.hear`.
+  under the same kernel lock under which it happens: see :meth:`LocalWire.receive`.
 * Which file in this process is a descriptor of the peer? (``SCM_RIGHTS``)
 
 Records are a head of 8 bytes and a body::
@@ -40,7 +40,7 @@ _HEAD: Final = struct.Struct("<BxxxI")
 _CREDENTIALS: Final = struct.Struct("iII")
 _READ_BYTES: Final = 64 * KIB
 # Enough for records of every payload that may be in flight, twice over.
-_HEARD_MAX: Final = 2 * LANE_PAYLOADS_MAX * (DESCRIPTOR_BYTES_MAX + _HEAD.size)
+_RECEIVED_MAX: Final = 2 * LANE_PAYLOADS_MAX * (DESCRIPTOR_BYTES_MAX + _HEAD.size)
 ARENAS_MAX: Final = 64
 """The most arenas that a lane shares; others are read as ordinary memory."""
 WINDOWS_MAX: Final = 256
@@ -75,16 +75,16 @@ class LocalWire:
         self._socket = sock
         self._received = bytearray()
         self._fds: deque[int] = deque()
-        self._unsaid: deque[tuple[bytes, int]] = deque()
+        self._unsent: deque[tuple[bytes, int]] = deque()
 
     def fileno(self) -> int:
         """Return the socket's descriptor."""
         return self._socket.fileno()
 
     @property
-    def has_unsaid(self) -> bool:
-        """Return whether records wait for room; if so, call ``say_rest``."""
-        return bool(self._unsaid)
+    def has_unsent(self) -> bool:
+        """Return whether records wait for room; if so, call ``send_rest``."""
+        return bool(self._unsent)
 
     def say(self, kind: LocalMessageType, body: bytes, fd: int = -1) -> None:
         """Send one record, now or when there is room; records keep their order."""
@@ -92,27 +92,27 @@ class LocalWire:
         if fd >= 0:
             # A duplicate, since the arena may be closed before there is room.
             fd = os.dup(fd)
-        self._unsaid.append((record, fd))  # bounded: LANE_PAYLOADS_MAX
-        self.say_rest()
+        self._unsent.append((record, fd))  # bounded: LANE_PAYLOADS_MAX
+        self.send_rest()
 
-    def say_rest(self) -> None:
-        """Send waiting records. If the peer has ended, only `hear` reports that."""
+    def send_rest(self) -> None:
+        """Send waiting records. If the peer has ended, only `receive` reports that."""
         try:
-            while self._unsaid:
-                record, fd = self._unsaid[0]
+            while self._unsent:
+                record, fd = self._unsent[0]
                 fds = [fd] if fd >= 0 else []
                 sent = socket.send_fds(self._socket, [record], fds, socket.MSG_NOSIGNAL)
                 if fds:
                     os.close(fd)
-                self._unsaid[0] = (record[sent:], -1)
+                self._unsent[0] = (record[sent:], -1)
                 if sent == len(record):
-                    self._unsaid.popleft()
+                    self._unsent.popleft()
         except BlockingIOError:
             return
         except OSError:
-            self._forget_unsaid()
+            self._forget_unsent()
 
-    def hear(self, *, all_of_it: bool = True) -> tuple[list[LocalMessage], bool]:
+    def receive(self, *, all_of_it: bool = True) -> tuple[list[LocalMessage], bool]:
         """Return the peer's records, and whether it is still there.
 
         "Still there" refers to a moment after everything that this thread has read so
@@ -148,7 +148,7 @@ class LocalWire:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._forget_unsaid()
+        self._forget_unsent()
         while self._fds:
             os.close(self._fds.popleft())
 
@@ -167,7 +167,7 @@ class LocalWire:
             self._received += data
             if not data:
                 return False
-            if len(self._received) > _HEARD_MAX or len(self._fds) > ARENAS_MAX:
+            if len(self._received) > _RECEIVED_MAX or len(self._fds) > ARENAS_MAX:
                 raise ProtocolError(
                     RULE, "local: the peer sent more records than a lane may have"
                 )
@@ -192,9 +192,9 @@ class LocalWire:
             yield LocalMessage(kind, bytes(received[body:begin]))
         del received[:begin]
 
-    def _forget_unsaid(self) -> None:
-        while self._unsaid:
-            _, fd = self._unsaid.popleft()
+    def _forget_unsent(self) -> None:
+        while self._unsent:
+            _, fd = self._unsent.popleft()
             if fd >= 0:
                 os.close(fd)
 

@@ -54,7 +54,7 @@ class Driver:
         self._pipe = pipe
         self._state = state
         self._completions = CompletionQueue(call_soon, moved, lambda job: job.nbytes)
-        self._tell_gone = gone
+        self._on_gone = gone
         # Guards the state; notified when another thread has changed it.
         self._changed = threading.Condition()
         self._moves: list[NcclMove] = []
@@ -94,7 +94,7 @@ class Driver:
                     self._quarantine(exc)
                     return
                 self.abort(exc)
-        self._completions.leave(lambda: self._tell_gone(self._state.error))
+        self._completions.leave(lambda: self._on_gone(self._state.error))
 
     def _next(self) -> DirectionStep:
         with self._changed:

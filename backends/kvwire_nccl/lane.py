@@ -248,18 +248,18 @@ class NcclLane(Lane):
                 return
             self._queued_bytes -= job.nbytes
             if self._handler is not None:
-                self._tell(self._handler.payload_sent, job.token)
+                self._report(self._handler.payload_sent, job.token)
         if self._left_some and not self._queued_bytes and self._handler is not None:
             self._left_some = False
-            self._tell(self._handler.lane_writable)
+            self._report(self._handler.lane_writable)
 
     def _received(self, jobs: list[PayloadMove]) -> None:
         for job in jobs:
             self._received_bytes += job.nbytes
             if self._handler is not None:
-                self._tell(self._handler.payload_received, job.token)
+                self._report(self._handler.payload_received, job.token)
 
-    def _tell(self, call: Callable[..., None], *what: object) -> None:
+    def _report(self, call: Callable[..., None], *what: object) -> None:
         """Call a method of the handler, unless the lane has ended."""
         if self._ended:
             return

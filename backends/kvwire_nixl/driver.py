@@ -143,9 +143,9 @@ class NixlDriver:
         self._completions = CompletionQueue(
             call_soon, received, lambda landing: landing.length
         )
-        self._tell_joined = joined
-        self._tell_sent = sent
-        self._tell_gone = gone
+        self._on_joined = joined
+        self._on_sent = sent
+        self._on_gone = gone
         self._page = NixlSlot(_PAGE_BYTES)
         # Guards the fields that both threads use; notified when the loop has changed
         # them.
@@ -166,7 +166,7 @@ class NixlDriver:
         self._confirming: list[NixlRead] = []
         self._confirmed = 0
         self._taken = 0
-        self._heard = False
+        self._was_notified = False
         self._word_handle: int | None = None
         self._word_posted = False
         self._word_at = 0.0
@@ -249,7 +249,7 @@ class NixlDriver:
                 self._rest()
         if not self._ending:
             self._joined = True
-            self._completions.on_loop(lambda: self._tell_joined(None))
+            self._completions.on_loop(lambda: self._on_joined(None))
 
     def _learn(self, news: tuple[bytes, ...], word: int) -> None:
         """Load the peer's descriptions of memory; prepare to read its word."""
@@ -281,13 +281,13 @@ class NixlDriver:
         """Move as much as possible; return whether anything moved."""
         moved = self._post_reads()
         moved |= self._collect()
-        moved |= self._hear()
+        moved |= self._read_notes()
         try:
             return moved | self._confirm()
         except ConnectionLost:
             # After a peer has read everything it may end, and wipe its word, while we
             # read the word.
-            self._hear()
+            self._read_notes()
             unread = self._waiting or self._reading or self._read or self._confirming
             if unread or self._taken < self._offered:
                 raise
@@ -390,12 +390,12 @@ class NixlDriver:
         self._unpace()
         return True
 
-    def _hear(self) -> bool:
+    def _read_notes(self) -> bool:
         """Handle the peer's notes about the payloads it has read."""
         if self._taken >= self._offered:
             return False
         notes = self.agent.notes()
-        self._heard |= bool(notes)
+        self._was_notified |= bool(notes)
         taken, bye = self._proofs.read_notes(notes)
         if bye and taken < self._offered:
             raise _peer_has_ended()
@@ -403,7 +403,7 @@ class NixlDriver:
             return False
         self._taken = taken
         self._unpace()
-        self._completions.on_loop(lambda: self._tell_sent(taken))
+        self._completions.on_loop(lambda: self._on_sent(taken))
         return True
 
     def _unpace(self) -> None:
@@ -455,8 +455,8 @@ class NixlDriver:
             return  # no peer knows our address
         until = time.monotonic() + _LINGER_S
         with contextlib.suppress(KVWireError):
-            while not (self._heard or time.monotonic() > until):
-                self._heard = bool(self.agent.notes())
+            while not (self._was_notified or time.monotonic() > until):
+                self._was_notified = bool(self.agent.notes())
                 time.sleep(_LOOK_S_MAX)
 
     def _is_over(self, handle: int) -> bool:
@@ -470,8 +470,8 @@ class NixlDriver:
         """Report the end to the lane."""
         if not self._joined:
             error = self._error or BackendUnavailable("the lane was aborted")
-            self._tell_joined(error)
-        self._tell_gone(self._error)
+            self._on_joined(error)
+        self._on_gone(self._error)
 
 
 def _peer_has_ended() -> ConnectionLost:

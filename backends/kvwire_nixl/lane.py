@@ -110,7 +110,7 @@ class NixlLane(Lane):
         self._readers: weakref.WeakSet[NixlWindow] = weakref.WeakSet()
         # The agent's metadata, which the client's bootstrap could not contain; sent
         # with its first payload.
-        self._unsaid: tuple[bytes, ...] = ()
+        self._unsent: tuple[bytes, ...] = ()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self._came_up: asyncio.Future[None] = self._loop.create_future()
         self._handler: LaneHandler | None = None
@@ -177,7 +177,7 @@ class NixlLane(Lane):
         if self._role is Role.SERVER:
             self._bootstrap = full
         else:
-            self._unsaid = (self._driver.own.metadata,)
+            self._unsent = (self._driver.own.metadata,)
 
     def _driver_is_up(self, error: Exception | None) -> None:
         if self._came_up.done():
@@ -234,19 +234,19 @@ class NixlLane(Lane):
 
     def _describe(self, payload: Payload, ranges: list[NixlRange]) -> bytes:
         pieces = as_fragments(payload)
-        fresh = [each for each in ranges if not each.is_told]
+        fresh = [each for each in ranges if not each.is_announced]
         news = tuple(self._agent.describe(r.address, r.nbytes) for r in fresh)
         place = NixlPlace(
             pieces.addresses,
             pieces.lengths,
             self._driver.own.word,
-            (*self._unsaid, *news),
+            (*self._unsent, *news),
         )
         descriptor = self._proofs.place(place)
         if descriptor:
-            self._unsaid = ()
+            self._unsent = ()
             for each in fresh:
-                each.is_told = True
+                each.is_announced = True
         return descriptor
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
@@ -276,7 +276,7 @@ class NixlLane(Lane):
             if isinstance(landing, WindowLanding):
                 landing.arrived()
                 continue
-            self._tell(self._handler.payload_received, landing)
+            self._report(self._handler.payload_received, landing)
 
     def _give_back_copied(self) -> None:
         copied = self._copied
@@ -298,7 +298,7 @@ class NixlLane(Lane):
         token = offer.token
         offer.token = None
         if token is not None and not self._ending and self._handler is not None:
-            self._tell(self._handler.payload_sent, token)
+            self._report(self._handler.payload_sent, token)
 
     # --- windows ----------------------------------------------------------------------
 
@@ -354,7 +354,7 @@ class NixlLane(Lane):
     def abort(self) -> None:
         self._end(None)
 
-    def _tell(self, call: Callable[..., None], what: object) -> None:
+    def _report(self, call: Callable[..., None], what: object) -> None:
         try:
             call(self, what)
         except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane

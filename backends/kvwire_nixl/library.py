@@ -166,8 +166,8 @@ class NixlAgent:
         Raises:
             ConnectionLost: It comes from another agent.
         """
-        heard = self._checked("loadRemoteMD", metadata)
-        if heard.decode(errors="replace") != name:
+        loaded = self._checked("loadRemoteMD", metadata)
+        if loaded.decode(errors="replace") != name:
             raise ConnectionLost("nixl: the peer described another agent's memory")
         self._peer = name
 
@@ -204,8 +204,8 @@ class NixlAgent:
 
     def notes(self) -> list[bytes]:
         """Return the notes received since the last call, from all peers."""
-        heard: dict[str, list[bytes]] = self._checked("getNotifs", {}, self._plugin)
-        return [note for notes in heard.values() for note in notes]
+        found: dict[str, list[bytes]] = self._checked("getNotifs", {}, self._plugin)
+        return [note for notes in found.values() for note in notes]
 
     def tell(self, note: bytes) -> None:
         """Send the peer a note without a read."""

@@ -43,12 +43,12 @@ _SLOT_BYTES_MIN: Final = 64 * KIB
 class NixlRange:
     """A range of memory that the agent has registered."""
 
-    __slots__ = ("address", "is_told", "nbytes", "owner")
+    __slots__ = ("address", "is_announced", "nbytes", "owner")
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.address: int = address
         self.nbytes: int = nbytes
-        self.is_told: bool = False
+        self.is_announced: bool = False
         self.owner: weakref.ref[object] | None = None
 
 
@@ -115,7 +115,7 @@ class Ranges:
     def _freed(self, range_: NixlRange) -> None:
         with self._lock:
             self._agent.deregister(range_.address, range_.nbytes)
-            if not range_.is_told and range_ in self._ranges:
+            if not range_.is_announced and range_ in self._ranges:
                 self._ranges.remove(range_)
                 self._index()
 

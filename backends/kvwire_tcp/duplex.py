@@ -58,7 +58,7 @@ from kvwire_tcp.writer import SendQueue
 # milliseconds.
 CALLS_PER_WAKEUP: Final = 16
 # Loops that report a socket's error repeatedly, until it is received.
-TELLING_LOOPS: tuple[type[asyncio.AbstractEventLoop], ...] = (
+REPORTING_LOOPS: tuple[type[asyncio.AbstractEventLoop], ...] = (
     asyncio.SelectorEventLoop,
 )
 # How long a closing link waits while the peer accepts not a single further byte. After
@@ -88,7 +88,7 @@ class Duplex(ABC):
         self._sock = wire.sock
         self._remote = remote
         self._loop = loop
-        self._asks_for_errors = not isinstance(loop, TELLING_LOOPS)
+        self._asks_for_errors = not isinstance(loop, REPORTING_LOOPS)
         self._queue = SendQueue() if queue is None else queue
         self._started = False
         # A paused link stops watching its socket, because the loop would wake us all
@@ -267,7 +267,7 @@ class Duplex(ABC):
         """Return whether everything is sent, including TLS's end of stream."""
         if self._closing or self._queue.nbytes:
             return False
-        self._wire.say_end()
+        self._wire.send_end()
         with contextlib.suppress(OSError):
             self._wire.flush()
         return self._wire.unsent == 0
@@ -381,7 +381,7 @@ class Duplex(ABC):
         """Send the end of the stream, and wait for the peer's."""
         if not self._wire.opened:
             return  # this runs again when it can be sent
-        self._wire.say_end()
+        self._wire.send_end()
         if self._wire.unsent:
             self._transmit()
         if self._wire.unsent or self._failure is not None:
@@ -460,9 +460,9 @@ class Duplex(ABC):
         if not self._loop.is_closed():
             self._stop_waiting()
             self._loop.remove_reader(self._sock)
-            self._loop.call_soon(self._tell_closed, error)
+            self._loop.call_soon(self._report_closed, error)
 
-    def _tell_closed(self, error: Exception | None) -> None:
+    def _report_closed(self, error: Exception | None) -> None:
         try:
             self._closed(error)
         except Exception:  # noqa: BLE001 - there is no more to end

@@ -106,7 +106,7 @@ class TlsWire:
         self._kernel_has_more = False
         self._nothing_came = True
         self._end_said = False
-        self._end_heard = False
+        self._end_received = False
 
     @property
     def unsent(self) -> int:
@@ -116,7 +116,7 @@ class TlsWire:
     def more(self) -> bool:
         return (
             self._kernel_has_more
-            or self._end_heard
+            or self._end_received
             or bool(self._ahead)
             or self._failure is not None
             or self._incoming.pending > 0
@@ -140,7 +140,7 @@ class TlsWire:
                 anything, this counts as the end of the stream instead.
             AuthenticationFailed: The peer does not speak TLS, or is not accepted.
         """
-        while not (self.opened or self._end_heard or self._failure is not None):
+        while not (self.opened or self._end_received or self._failure is not None):
             try:
                 self._tls.do_handshake()
             except ssl.SSLWantReadError:
@@ -212,7 +212,7 @@ class TlsWire:
                 return
             self._unsent = memoryview(self._outgoing.read())
 
-    def say_end(self) -> None:
+    def send_end(self) -> None:
         if self._end_said or not self.opened:
             return
         self._end_said = True
@@ -232,7 +232,7 @@ class TlsWire:
             self._ahead = self._ahead[count:]
             return count
         target = target[:PIECE_BYTES]
-        while not (count := self._decrypt(target)) and not self._end_heard:
+        while not (count := self._decrypt(target)) and not self._end_received:
             self._receive(PIECE_BYTES)
         if self.unsent > UNSENT_BYTES_MAX:
             raise ConnectionAbortedError(
@@ -262,18 +262,18 @@ class TlsWire:
     def _decrypt(self, target: memoryview) -> int:
         """Fill ``target`` from OpenSSL's data; return the count, or 0 without data."""
         filled = 0
-        while filled < len(target) and not self._end_heard and self._failure is None:
+        while filled < len(target) and not self._end_received and self._failure is None:
             rest = target[filled:]
             try:
                 # With a buffer as argument it returns a count, contrary to typeshed's
                 # declaration.
                 count = cast("int", self._tls.read(len(rest), rest))
-                self._end_heard = count == 0
+                self._end_received = count == 0
                 filled += count
             except ssl.SSLWantReadError:
                 break
             except ssl.SSLZeroReturnError:
-                self._end_heard = True
+                self._end_received = True
             except ssl.SSLError as exc:
                 # Its traceback would keep the memory alive.
                 self._failure = exc.with_traceback(None)
@@ -307,7 +307,7 @@ class TlsWire:
         except ConnectionError as exc:
             raise exc if self.opened else _unshaken(exc.errno) from None
         if count == 0 and self._nothing_came:
-            self._end_heard = True  # a peer that sent nothing at all was not cut off
+            self._end_received = True  # a peer that sent nothing at all was not cut off
             return
         if count == 0:
             raise _cut_off() if self.opened else _unshaken(errno.ECONNRESET)

@@ -81,7 +81,7 @@ class Wire(Protocol):
     def flush(self) -> None:
         """Send everything that is ``unsent``."""
 
-    def say_end(self) -> None:
+    def send_end(self) -> None:
         """Prepare to send the end of the stream; this may add unsent bytes."""
 
 
@@ -125,5 +125,5 @@ class PlainWire:
     def flush(self) -> None:
         """Do nothing: no bytes are held back."""
 
-    def say_end(self) -> None:
+    def send_end(self) -> None:
         """Do nothing: shutting the socket down is enough."""

@@ -180,7 +180,7 @@ class UcxLane(Lane):
             self._expect(HELLO, _GREETING_BYTES, self._greeted)
             self._expect(BYE, 1, self._peer_left)
             if self._context.role is Role.CLIENT:
-                self._say_hello()
+                self._send_hello()
                 await self._came_up
             if self._state is not _State.GREETING:
                 raise BackendUnavailable(str(self._error or "the lane was closed"))
@@ -237,11 +237,11 @@ class UcxLane(Lane):
             return
         self._worker.unpace()
         if role is Role.SERVER:
-            self._say_hello()
+            self._send_hello()
         elif not self._came_up.done():
             self._came_up.set_result(None)
 
-    def _say_hello(self) -> None:
+    def _send_hello(self) -> None:
         endpoint = self._reach().handle
         memory = MemoryHandles(memoryview(self._greeting(self._context.role)))
         tag = self._peer.tag(HELLO)
@@ -431,16 +431,16 @@ class UcxLane(Lane):
             self._hang_up()
         else:
             self._linger = self._loop.call_later(LINGER_S, self._hang_up)
-            self._say_bye()
+            self._send_bye()
 
-    def _say_bye(self) -> None:
+    def _send_bye(self) -> None:
         assert self._endpoint is not None
         memory = MemoryHandles(memoryview(b"\0"))
         tag = self._peer.tag(BYE)
         # A bye that answers the peer's bye gets no reply.
         answers = self._peer_has_left
-        told = self._answered if answers else self._heard
-        self._worker.send(self._endpoint.handle, memory, tag, told, eager=answers)
+        done = self._answered if answers else self._confirmed
+        self._worker.send(self._endpoint.handle, memory, tag, done, eager=answers)
 
     def _answered(self, _status: int, _nbytes: int) -> None:
         # Over TCP the peer closes first, which UCX reports: 1.22 crashes if a socket is
@@ -450,7 +450,7 @@ class UcxLane(Lane):
         if not any(name.startswith("tcp") for name in self._endpoint.transports):
             self._hang_up()
 
-    def _heard(self, _status: int, _nbytes: int) -> None:
+    def _confirmed(self, _status: int, _nbytes: int) -> None:
         """Continue after the peer has received our bye and all messages before it."""
         if not self._sends:
             self._hang_up()
@@ -488,9 +488,9 @@ class UcxLane(Lane):
         self.ended.set_result(None)
         self._on_ended(self)
         if self._given:
-            self._tell_closed()
+            self._report_closed()
 
-    def _tell_closed(self) -> None:
+    def _report_closed(self) -> None:
         try:
             self._handler.lane_closed(self, self._error)
         except Exception:  # noqa: BLE001 - there is no more to end

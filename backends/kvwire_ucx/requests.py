@@ -298,8 +298,8 @@ class UcxRequests:
     def abandon(self) -> None:
         """End every operation, because the worker was destroyed."""
         self._polled.clear()
-        told = {number for number, _, _ in self.over}
-        missing = [number for number in self._open if number not in told]
+        over = {number for number, _, _ in self.over}
+        missing = [number for number in self._open if number not in over]
         self.over += [(number, binding.ERR_CANCELED, 0) for number in missing]
         for request in self._open.values():
             request.handle = 0  # the worker's destruction has freed it

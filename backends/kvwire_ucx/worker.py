@@ -250,7 +250,7 @@ class Worker:
         if not sleeping:
             self._patience -= 1
             if not self._patience:
-                self._tell_idle()
+                self._report_idle()
             self.wake()
 
     def _work_until(self, deadline: float) -> bool:
@@ -262,11 +262,11 @@ class Worker:
             moved = self.requests.progress(handle)
             self._used = self._used or bool(moved)
             if self.requests.over or self._failed:
-                self._tell()
+                self._report()
             elif not moved:
                 status = ucp.worker_arm(handle)
                 if status == OK:
-                    self._tell_idle()
+                    self._report_idle()
                     return True
                 if status != ERR_BUSY:
                     self._failed += [(number, status) for number in self._endpoints]
@@ -274,14 +274,14 @@ class Worker:
                 return False
         return True
 
-    def _tell_idle(self) -> None:
+    def _report_idle(self) -> None:
         callback = self._on_idle
         self._on_idle = None
         if callback is not None:
             settles = self._used and self.context.library.version < OLD
             self._loop.call_later(OLD_SETTLE_S if settles else 0, callback)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self.requests.tell()
         failed = self._failed
         self._failed = []

@@ -112,11 +112,11 @@ async def test_acknowledgements_wait_for_a_peer_that_is_busy() -> None:
             server.receive(client.send(payload, count), Landing(100, None))
             server.flush()
             count += 1
-            full = wires[1].has_unsaid
+            full = wires[1].has_unsent
         loop.add_reader(wires[0].fileno(), client._run, client._readable)
         await at_client.moved(sent=count)
         assert at_client.sent == list(range(count))
-        assert not wires[1].has_unsaid
+        assert not wires[1].has_unsent
 
 
 async def test_a_way_that_is_asked_for_and_refused_is_unavailable(
@@ -180,9 +180,9 @@ async def test_without_the_guard_the_same_payload_arrives_torn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What the test before tests can fail."""
-    hear = LocalWire.hear
+    receive = LocalWire.receive
     monkeypatch.setattr(
-        LocalWire, "hear", lambda self, **how: (hear(self, **how)[0], True)
+        LocalWire, "receive", lambda self, **how: (receive(self, **how)[0], True)
     )
     async with halves("cma") as both:
         assert await _torn(both, monkeypatch)

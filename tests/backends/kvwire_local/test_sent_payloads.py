@@ -95,7 +95,7 @@ def test_each_payload_gets_the_descriptor_that_suits_it(
     place = decode(descriptor, MIB)
     assert place.fragments is not None
     assert (place.kind, len(place.fragments)) == (kind, count)
-    records, _ = ends[1].hear()
+    records, _ = ends[1].receive()
     assert [record.kind for record in records] == [LocalMessageType.ARENA] * (
         kind is PlaceKind.ARENA
     )
@@ -140,7 +140,7 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
     assert outgoing.read(read_so_far(3)) == [1, 2]
     outgoing.place_later()
     assert outgoing.queued_bytes == 0
-    placed = [r for r in ends[1].hear()[0] if r.kind is LocalMessageType.PLACED]
+    placed = [r for r in ends[1].receive()[0] if r.kind is LocalMessageType.PLACED]
     assert len(placed) == 4
 
 

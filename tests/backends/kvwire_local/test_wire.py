@@ -36,12 +36,12 @@ def ends() -> Iterator[Ends]:
 
 def test_records_come_whole_and_in_order(ends: Ends) -> None:
     left, right, _ = ends
-    assert right.hear() == ([], True)
+    assert right.receive() == ([], True)
     bodies = [b"", b"x", bytes(DESCRIPTOR_BYTES_MAX)]
     for body in bodies:
         left.say(LocalMessageType.PLACED, body)
     left.say(LocalMessageType.READ, b"12345678")
-    records, there = right.hear()
+    records, there = right.receive()
     assert there
     assert [record.body for record in records] == [*bodies, b"12345678"]
     assert [record.kind for record in records] == [LocalMessageType.PLACED] * 3 + [
@@ -53,10 +53,10 @@ def test_who_takes_some_hears_of_the_end_the_next_time(ends: Ends) -> None:
     left, right, _ = ends
     left.say(LocalMessageType.READ, b"12345678")
     left.close()
-    records, there = right.hear(all_of_it=False)
+    records, there = right.receive(all_of_it=False)
     assert [record.body for record in records] == [b"12345678"]
     assert there, "it did not look"
-    assert right.hear(all_of_it=False) == ([], False)
+    assert right.receive(all_of_it=False) == ([], False)
 
 
 def test_a_full_socket_keeps_the_rest(ends: Ends) -> None:
@@ -64,14 +64,14 @@ def test_a_full_socket_keeps_the_rest(ends: Ends) -> None:
     count = 100
     for number in range(count):
         left.say(LocalMessageType.PLACED, number.to_bytes(2, "little") * 5000)
-    full = left.has_unsaid
+    full = left.has_unsent
     heard: list[bytes] = []
     while len(heard) < count:
-        records, there = right.hear()
+        records, there = right.receive()
         assert there
         heard += [record.body[:2] for record in records]
-        left.say_rest()
-    assert (full, left.has_unsaid) == (True, False)
+        left.send_rest()
+    assert (full, left.has_unsent) == (True, False)
     assert heard == [number.to_bytes(2, "little") for number in range(count)]
 
 
@@ -83,7 +83,7 @@ def test_descriptors_come_with_their_records(ends: Ends) -> None:
         left.say(LocalMessageType.READ, b"between")
         left.say(LocalMessageType.ARENA, b"%d" % number, file)
         os.close(file)
-    records, _there = right.hear()
+    records, _there = right.receive()
     for record in records:
         if record.kind is LocalMessageType.ARENA:
             file = right.take_fd()
@@ -99,7 +99,7 @@ def test_descriptors_that_nobody_takes_are_closed(ends: Ends) -> None:
     file = os.memfd_create("arena")
     left.say(LocalMessageType.ARENA, b"", file)
     os.close(file)
-    right.hear()
+    right.receive()
     assert len(open_descriptors()) == before + 1
     right.close()
     assert len(open_descriptors()) < before + 1
@@ -109,7 +109,7 @@ def test_an_end_with_unread_records_is_an_end(ends: Ends) -> None:
     left, right, _ = ends
     right.say(LocalMessageType.READ, b"never read")
     left.close()
-    assert right.hear() == ([], False)
+    assert right.receive() == ([], False)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_no_lane_says_is_refused(ends: Ends, said: bytes) -> None:
     _, right, raw = ends
     raw.send(said)
     with pytest.raises(ProtocolError, match=r"record \d"):
-        right.hear()
+        right.receive()
 
 
 def test_more_descriptors_than_arenas_are_refused(ends: Ends) -> None:
@@ -134,7 +134,7 @@ def test_more_descriptors_than_arenas_are_refused(ends: Ends) -> None:
         left.say(LocalMessageType.ARENA, b"", file)
     os.close(file)
     with pytest.raises(ProtocolError, match="more records than a lane may have"):
-        right.hear()
+        right.receive()
 
 
 def test_the_kernel_says_who_is_there() -> None:

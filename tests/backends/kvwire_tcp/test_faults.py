@@ -204,7 +204,7 @@ async def test_what_is_no_fault_changes_nothing(
 async def test_a_fault_ends_both_links_once_and_corrupts_nothing(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(duplex, "TELLING_LOOPS", ())
+    monkeypatch.setattr(duplex, "REPORTING_LOOPS", ())
     faults = itertools.cycle(FATAL)
     for at in itertools.count(1):
         fault = next(faults)

@@ -183,11 +183,11 @@ def test_whoever_asks_for_keys_and_takes_none_is_cut_off(wires: Wires) -> None:
 
 
 def test_after_the_end_the_other_way_is_open(wires: Wires) -> None:
-    wires.client.say_end()
+    wires.client.send_end()
     wires.client.flush()
     assert received(wires) == b""
     wires.server.send(b"still here")
-    wires.server.say_end()
+    wires.server.send_end()
     wires.server.flush()
     assert received(wires, Role.CLIENT) == b"still here"
     assert wires.client.recv_into(memoryview(bytearray(1))) == 0
@@ -209,7 +209,7 @@ def test_saying_the_end_drops_nothing_that_was_not_read(
         got = bytes(target[: wires.client.recv_into(target)])
     else:
         assert wires.client.look()
-    wires.client.say_end()
+    wires.client.send_end()
     held += rest
     assert got + received(wires, Role.CLIENT) == data
 
@@ -266,7 +266,7 @@ def test_nothing_is_sent_before_the_handshake(authority: Authority) -> None:
     assert blocked(wires.client.shake_hands)
     assert wires.socks[Role.CLIENT].out.held[0] == 0x16
     assert blocked(wires.client.look)
-    wires.client.say_end()
+    wires.client.send_end()
     assert not wires.client.unsent
 
 

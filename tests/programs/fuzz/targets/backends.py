@@ -66,7 +66,7 @@ def _local_records(_: Reader, said: bytes) -> None:
     opened = OpenedWindows("user")
     try:
         theirs.sendall(said)
-        records, there = wire.hear()
+        records, there = wire.receive()
         assert there
         for record in records:
             assert record.kind in LocalMessageType
