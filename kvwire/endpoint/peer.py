@@ -362,15 +362,7 @@ class Peer(Closing):
         """Post a request as soon as there is a connection; an error completes it."""
         error: KVWireError
         try:
-            try:
-                async with asyncio.timeout_at(request._deadline) as limit:
-                    connection = await self._connect()
-            except TimeoutError:
-                if not limit.expired():
-                    raise
-                raise DeadlineExceeded(
-                    f"no connection in time to {self._unconnected()}"
-                ) from None
+            connection = await self._connect_by(request._deadline)
             del self._unposted[request]
             connection._adopt(request)
         except KVWireError as exc:
@@ -423,6 +415,17 @@ class Peer(Closing):
 
     # --- the connection ---------------------------------------------------------------
 
+    async def _connect_by(self, deadline: float | None) -> Connection:
+        try:
+            async with asyncio.timeout_at(deadline) as limit:
+                return await self._connect()
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded(
+                f"no connection in time to {self._unconnected()}"
+            ) from None
+
     async def _connect(self) -> Connection:
         if self._closed:
             raise ClosedOK(f"peer {self._where!r} is closed")
@@ -434,7 +437,7 @@ class Peer(Closing):
             self._upkeep = Upkeep(REDIAL_S, PEER_REDIAL_S_MAX)
             self._dialling = start_task(self._dial(self._found))
         found = self._found
-        self._waiting = self._waiting + 1
+        self._waiting += 1
         patience_s = self._services.config.handshake_timeout_s
         try:
             async with asyncio.timeout(patience_s):
@@ -480,13 +483,7 @@ class Peer(Closing):
                 try:
                     connection = await self._try(record, len(candidates))
                 except KVWireError as exc:
-                    before = upkeep.reason
-                    upkeep.reason = str(exc)
-                    # Retrying does not help with a wrong key, so it is logged once.
-                    refused = isinstance(exc, AuthenticationFailed)
-                    loud = refused and upkeep.reason != before
-                    level = logging.WARNING if loud else logging.INFO
-                    logger.log(level, "peer %r: %s", self._where, exc)
+                    self._note_failure(upkeep, exc)
                     final = isinstance(exc, _FINAL) or isinstance(exc.__cause__, _FINAL)
                     if record is None and final:
                         found.set_exception(exc)
@@ -497,6 +494,16 @@ class Peer(Closing):
                     found.set_result(connection)
                     return
             upkeep.lost(upkeep.reason)
+
+    def _note_failure(self, upkeep: Upkeep, error: KVWireError) -> None:
+        """Record and log why a candidate could not be connected to."""
+        before = upkeep.reason
+        upkeep.reason = str(error)
+        # Retrying does not help with a wrong key, so a warning is logged once.
+        refused = isinstance(error, AuthenticationFailed)
+        loud = refused and upkeep.reason != before
+        level = logging.WARNING if loud else logging.INFO
+        logger.log(level, "peer %r: %s", self._where, error)
 
     def _candidates(self) -> list[Record] | list[None]:
         """Return the members to try, ordered by failures, then by load."""

@@ -174,13 +174,13 @@ class Reconnector:
                     )
                     return
             else:
-                if await self._met(new, lost):
+                if await self._take_answer(new, lost):
                     return
                 gone_at = None
             left_s = math.inf if gone_at is None else max(0.0, gone_at - loop.time())
             upkeep.lost(reason, within_s=left_s)
 
-    async def _met(self, new: Connection, lost: Connection) -> bool:
+    async def _take_answer(self, new: Connection, lost: Connection) -> bool:
         """Check which process answered a redial; return whether to stop redialling."""
         origin = lost.peer.origin
         if new.peer.origin == origin:
