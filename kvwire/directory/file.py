@@ -16,7 +16,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Final
@@ -101,34 +101,31 @@ class FileDirectory(Directory):
         over: dict[str, tuple[int, float]] = {}
         now = time.time_ns()
         looked_at = asyncio.get_running_loop().time()
-        try:
-            with os.scandir(self.folder) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):
-                        status = entry.stat(follow_symlinks=False)
-                        if not stat.S_ISREG(status.st_mode):
-                            continue
-                        key = unquote(entry.name.removesuffix(_ENDING))
-                        changed = status.st_mtime_ns
-                        lives = changed >= now or known.get(key) == changed
-                        room = len(found) < MEMBERS_MAX
-                        if lives and room and entry.name.endswith(_ENDING):
-                            found[key] = changed
-                        if changed >= now or len(over) >= MEMBERS_MAX:
-                            continue
-                        before = self._over.get(entry.name, (0, 0.0))
-                        same = before[0] == changed
-                        over[entry.name] = before if same else (changed, looked_at)
-                        if (
-                            same
-                            and looked_at - before[1] >= _OVER_S
-                            and self._may_go(entry.name, key)
-                        ):
-                            Path(entry.path).unlink(missing_ok=True)
-        except FileNotFoundError:
-            pass
+        for entry, changed in self._files():
+            key = unquote(entry.name.removesuffix(_ENDING))
+            lives = changed >= now or known.get(key) == changed
+            room = len(found) < MEMBERS_MAX
+            if lives and room and entry.name.endswith(_ENDING):
+                found[key] = changed
+            if changed >= now or len(over) >= MEMBERS_MAX:
+                continue
+            before = self._over.get(entry.name, (0, 0.0))
+            same = before[0] == changed
+            over[entry.name] = before if same else (changed, looked_at)
+            expired = same and looked_at - before[1] >= _OVER_S
+            if expired and self._may_go(entry.name, key):
+                Path(entry.path).unlink(missing_ok=True)
         self._over = over  # bounded: MEMBERS_MAX
         return found
+
+    def _files(self) -> Iterator[tuple[os.DirEntry[str], int]]:
+        """Yield the folder's files, with the time of each one's last change."""
+        with suppress(FileNotFoundError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):  # it may go meanwhile
+                    status = entry.stat(follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        yield entry, status.st_mtime_ns
 
     def _may_go(self, name: str, key: str) -> bool:
         """Return whether kvwire made a file: a record, or a half-written one."""
