@@ -229,7 +229,7 @@ async def _moved(
 ) -> Placement:
     """Move blocks from one server to another by way of this process."""
     if blocks.config is not None:
-        raise UsageError("--config: a move to another server takes --psk-file")
+        raise UsageError("--config: for a move to another server, pass --psk-file")
     key = "" if blocks.psk_file is None else f"?psk_file={blocks.psk_file}"
     tenants = [order.tenant] if order.tenant else []
     tiers = [_PASSAGE, f"kvwire://{where}{key}"]

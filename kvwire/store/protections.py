@@ -24,7 +24,7 @@ class Protections:
     Attributes:
         on: For each kind and slot, whether it is protected.
         until: When that ends, in seconds since 1970; infinity for never.
-        next: No end is earlier than this; infinity if there is none.
+        next: No protection ends before this time; infinity if none ends.
     """
 
     __slots__ = ("_keys", "next", "on", "until")
