@@ -396,21 +396,21 @@ class TransferRegistry:
         it gets the reason again.
         """
         past = self._past.get((key, offer.endpoint_id))
-        if past is None:
-            past = self._last_use(key, offer)
-            if past is not None:
-                known = past.known - {offer.endpoint_id}
-                never_came = known == past.known and not offer.peer_id
-                self._remember(
-                    key, past._replace(known=known, unseen=past.unseen - never_came)
-                )
-                self._keep((key, offer.endpoint_id), past)
-            elif offer.peer_id:
-                slot = self._slots.get(key)
-                end = None if slot is None else slot.end
-                if end is None or end._endpoint_id != offer.peer_id:
-                    past = _UNKNOWN
-                    self._keep((key, offer.endpoint_id), past)
+        if past is not None:
+            return past
+        past = self._last_use(key, offer)
+        if past is not None:
+            known = past.known - {offer.endpoint_id}
+            never_came = known == past.known and not offer.peer_id
+            unseen = past.unseen - never_came
+            self._remember(key, past._replace(known=known, unseen=unseen))
+        elif offer.peer_id:
+            slot = self._slots.get(key)
+            end = None if slot is None else slot.end
+            if end is None or end._endpoint_id != offer.peer_id:
+                past = _UNKNOWN
+        if past is not None:
+            self._keep((key, offer.endpoint_id), past)
         return past
 
     def _last_use(self, key: Key, offer: TransferOffer) -> Past | None:
