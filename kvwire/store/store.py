@@ -267,7 +267,8 @@ class BlockStore(StoreManagement):
         """Store blocks under their hashes; mark blocks already stored as used.
 
         Do not write to the blocks until the request has drained. The outcome shows for
-        each block whether it is stored now, or the reason why not.
+        each block whether it is stored now, or the reason why not. Empty lists are
+        allowed; their outcome is empty and complete.
 
         Args:
             hashes: The hashes of full blocks, in token order; for a grouped cache
