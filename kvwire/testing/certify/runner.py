@@ -311,7 +311,7 @@ async def certify(
         unchecked=tuple(
             rule
             for rule in RULES
-            if rule in without or (rule in _NEEDS and _NEEDS[rule] not in verbs)
+            if rule in without or _NEEDS.get(rule, "offer") not in verbs
         ),
     )
 

@@ -14,6 +14,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.testing.certify import processes, runner
 from kvwire.testing.certify.runner import Stage, certify, play_again
 from kvwire.testing.certify.schedule import Step, effective, make
+from kvwire.testing.oracle import RULES
 from tests.support.depth import sample
 from tests.support.pairs import until
 
@@ -134,6 +135,13 @@ async def test_an_adapter_that_never_opens_is_no_breach() -> None:
     """As a store whose server is not running: there is nothing to test."""
     with pytest.raises(BackendUnavailable, match="open: in the right process: OSError"):
         await certify(f"{PLANTS}:NeverOpens", seeds=[1])
+
+
+async def test_what_no_schedule_has_checked() -> None:
+    assert (await certify("toy", seeds=[])).unchecked == tuple(RULES)
+    found = await certify("toy", seeds=[1], without=["torn"])
+    leaks = ("leak-memory", "leak-descriptor", "leak-thread")
+    assert found.unchecked == ("torn", "busy-idle", *leaks)
 
 
 async def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
