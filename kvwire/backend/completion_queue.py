@@ -18,18 +18,18 @@ class CompletionQueue(Generic[T]):
     Args:
         call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
-        tell: Called on the loop with completions, in order.
+        report: Called on the loop with completions, in order.
         nbytes: Returns how many bytes a completion has moved.
     """
 
     def __init__(
         self,
         call_soon: Callable[[Callable[[], None]], object],
-        tell: Callable[[list[T]], None],
+        report: Callable[[list[T]], None],
         nbytes: Callable[[T], int],
     ) -> None:
         self._call_soon = call_soon
-        self._tell = tell
+        self._report = report
         self._nbytes = nbytes
         self._lock = threading.Lock()
         self._done: deque[T] = deque()
@@ -62,15 +62,15 @@ class CompletionQueue(Generic[T]):
 
         In between, the loop can run other tasks.
         """
-        told: list[T] = []
+        batch: list[T] = []
         budget = LANE_WAKEUP_BYTES
         with self._lock:
             while self._done and budget > 0:
-                told.append(self._done.popleft())
-                budget -= self._nbytes(told[-1])
+                batch.append(self._done.popleft())
+                budget -= self._nbytes(batch[-1])
             more = bool(self._done)
-        if told:
-            self._tell(told)
+        if batch:
+            self._report(batch)
         if more:
             self.on_loop(self._deliver)
 

@@ -72,7 +72,7 @@ class Membership:
         directory = self._opened()
         if self._watching is None:
             self._watching = start_task(self._watch(directory))
-            self._watching.add_done_callback(_say_why)
+            self._watching.add_done_callback(_log_failure)
         return directory
 
     @property
@@ -92,7 +92,7 @@ class Membership:
         if self._announcing is not None:
             self._announcing.cancel()
         self._announcing = start_task(directory.announce(record))
-        self._announcing.add_done_callback(_say_why)
+        self._announcing.add_done_callback(_log_failure)
 
     async def withdraw(self) -> None:
         """Withdraw the announcement.
@@ -141,8 +141,8 @@ def spec_digests(cache: PagedCache) -> dict[str, str]:
     }
 
 
-def _say_why(task: asyncio.Task[None]) -> None:
-    """Log the error that ended the announcement, which only a faulty plug-in raises."""
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log the error that ended a task here; only a faulty plug-in raises one."""
     if not task.cancelled() and task.exception() is not None:
         logger.error(
             "the task that watches the directory has failed", exc_info=task.exception()

@@ -108,7 +108,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
             page = self._store.pages(np.empty((1, nbytes), np.uint8))
             name = self._name(key)
             asked.append(self._store.present([name], page) if name else _not_there())
-        _when_all(asked, lambda here: self._tell(number, here, self._found))
+        _when_all(asked, lambda here: self._complete(number, here, self._found))
         return number
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -126,7 +126,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         ]
 
         def loaded(here: list[bool]) -> None:
-            self._tell(number, here, self._loaded)
+            self._complete(number, here, self._loaded)
             objects.clear()
             self._notify_keys_accessed(list(itertools.compress(keys, here)))
 
@@ -157,7 +157,7 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         memory = (ctypes.c_char * int(one.get_size())).from_address(int(one.data_ptr))
         return self._store.pages(np.frombuffer(memoryview(memory), np.uint8)[None])
 
-    def _tell(self, number: int, here: list[bool], notifier: Any) -> None:
+    def _complete(self, number: int, here: list[bool], notifier: Any) -> None:
         bitmap = Bitmap(len(here))
         for index in np.flatnonzero(here).tolist():
             bitmap.set(index)

@@ -96,10 +96,10 @@ class Landed:
         """
         if not boxes:
             return
-        told = [
+        marked = [
             np.zeros((len(w.layers), w.granules), np.bool_) for w in self.plan.groups
         ]
-        room = sum(cells.size for cells in told)
+        room = sum(cells.size for cells in marked)
         for box in boxes:
             self.plan.check(box)
             room -= box.layers * box.granules
@@ -107,8 +107,8 @@ class Landed:
                 break
             first = self.plan.groups[box.group].layers.start
             rows = slice(box.layer - first, box.layer - first + box.layers)
-            told[box.group][rows, box.granule_slice] = True
-        by_rows = chain.from_iterable(map(_boxes, told))
+            marked[box.group][rows, box.granule_slice] = True
+        by_rows = chain.from_iterable(map(_boxes, marked))
         if room < 0 or len(list(islice(by_rows, len(boxes) + 1))) > len(boxes):
             raise UsageError(
                 f"landed: {len(boxes)} boxes overlap or do not follow rows"

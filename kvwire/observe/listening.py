@@ -216,14 +216,14 @@ class _Request(BaseHTTPRequestHandler):
         """Carry out one order."""
         orders = self.server.orders
         status = HTTPStatus.NOT_FOUND
-        told: dict[str, Any] = {"error": "this server accepts no orders"}
+        answer: dict[str, Any] = {"error": "this server accepts no orders"}
         length = self.headers.get("content-length", "")
         if orders is not None and not length.isdecimal():
             status = HTTPStatus.LENGTH_REQUIRED
-            told = {"error": "send a content-length"}
+            answer = {"error": "send a content-length"}
         elif orders is not None and float(length) > orders.bytes_max:
             status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-            told = {"error": f"the body has more than {orders.bytes_max} bytes"}
+            answer = {"error": f"the body has more than {orders.bytes_max} bytes"}
         elif orders is not None:
             if self.headers.get("expect", "").lower() == "100-continue":
                 self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -231,8 +231,8 @@ class _Request(BaseHTTPRequestHandler):
             # From here on, any slowness is not the client's.
             self.server.since.pop(self.connection, None)
             client = self._client
-            status, told = orders.answer(self._path, self._headers, client, body)
-        content = json.dumps(told).encode() + b"\n"
+            status, answer = orders.answer(self._path, self._headers, client, body)
+        content = json.dumps(answer).encode() + b"\n"
         self._answer(HttpReply.of(status, "application/json", content))
 
     @property

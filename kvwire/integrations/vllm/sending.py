@@ -62,18 +62,18 @@ class PromptSend(PromptEnd[Outgoing]):
     def extend(self, blocks: Blocks) -> None:
         """Add new blocks of the prompt; from any thread, without waiting."""
         if any(blocks.values()):
-            self._tell(Outgoing.extend, blocks)
+            self._for_all(Outgoing.extend, blocks)
 
     def ready(
         self, group: str, layers: slice, blocks: slice, after: object | None
     ) -> None:
         """Mark layers of some blocks as written; from any thread, without waiting."""
-        self._tell(Outgoing.ready, layers, blocks, group=group, after=after)
+        self._for_all(Outgoing.ready, layers, blocks, group=group, after=after)
 
     def finish(self) -> None:
         """Mark everything as written; from any thread, without waiting."""
         self.finished = True
-        self._tell(Outgoing.finish)
+        self._for_all(Outgoing.finish)
 
     def renew(self) -> None:
         """Renew the lease while prefill continues."""
@@ -117,7 +117,7 @@ class PromptSend(PromptEnd[Outgoing]):
         for out in self._parts:
             out.renew_lease()
 
-    def _tell(self, call: Callable[..., None], *what: Any, **more: Any) -> None:
+    def _for_all(self, call: Callable[..., None], *what: Any, **more: Any) -> None:
         with self._lock:
             if self._early is not None:
                 # bounded by the marks of one prompt

@@ -259,13 +259,13 @@ def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """Start work that should never end; if it ends, log the plug-in's error."""
     task = start_task(work)
 
-    def say_why(task: asyncio.Task[None]) -> None:
+    def log_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             logger.error(
                 "the discovery of engines has failed", exc_info=task.exception()
             )
 
-    task.add_done_callback(say_why)
+    task.add_done_callback(log_failure)
     return task
 
 

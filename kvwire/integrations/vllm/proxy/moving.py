@@ -343,11 +343,11 @@ class MovableStream:
             await self._copy_ahead(here, to)
             if self._over:
                 return _ENDED
-            told: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-            self._order = to, told
+            moved: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            self._order = to, moved
             # It moves between two events, but the client may not be reading any.
             async with asyncio.timeout(2 * PROXY_MOVE_S):
-                return await told
+                return await moved
         except TimeoutError:
             return "its tokens are not being passed on"
         finally:
@@ -504,10 +504,10 @@ class MovableStream:
             if logged := choice.get("logprobs"):
                 count = self._asked.body.get("top_logprobs", 0)
                 choice["logprobs"] = _of_chat(logged, count)
-        told = {name for name, value in choice["delta"].items() if value}
-        self._plain = self._plain or "content" in told
-        self._parsed = self._parsed or not told <= {"role", "content"}
-        return bool(told)
+        named = {name for name, value in choice["delta"].items() if value}
+        self._plain = self._plain or "content" in named
+        self._parsed = self._parsed or not named <= {"role", "content"}
+        return bool(named)
 
     def _release(self, last: Event) -> list[Event]:
         """Return the held events followed by `last`."""
@@ -517,13 +517,13 @@ class MovableStream:
         self._held_ids = []
         return out
 
-    async def _carry_out(self, to: VllmEngine, told: asyncio.Future[str]) -> None:
-        if told.done():
+    async def _carry_out(self, to: VllmEngine, moved: asyncio.Future[str]) -> None:
+        if moved.done():
             return
         why = await self._switch(to, self._asked.decode)
         self._moves.counts[STAYED if why else MOVED] += 1
-        if not told.done():
-            told.set_result(why)
+        if not moved.done():
+            moved.set_result(why)
 
     async def _recovered(self, error: EngineFailed) -> bool:
         """Continue elsewhere after the engine's death; return whether that worked."""
