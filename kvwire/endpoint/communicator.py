@@ -541,15 +541,20 @@ class Communicator(AsyncWith):
         registry = self._registry
         await self._inspector.close()
         await self._membership.close()
-        if links.ended:
+        if links.ended:  # it was aborted, so nothing may be redialled
             await self._end_links()
+        # 1. Open requests and reports of transfers may finish, within the time limit.
+        # Lost links are still redialled for these reports.
         registry.closing()
         patience_s = self.config.close_timeout_s + CLOSE_SLACK_S
         closing = [connection.close() for connection in links.connections]
         await at_most(patience_s, [registry.all_settled(), *closing])
+        # 2. From here on no link is made. The connections that are left include links
+        # that were made only to report landed parts to a producer.
         await self._end_links()
-        # Including links that were opened only to report landed parts to a producer.
         await at_most(CLOSE_SLACK_S, [c.close() for c in links.connections])
+        # 3. Transfers that are still open end, and links are cut. Memory is free where
+        # the transport lets it go in time.
         registry.stop(ClosedOK("the communicator was closed"))
         for driver in links.drivers:
             driver.link.abort()
