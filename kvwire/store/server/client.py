@@ -226,6 +226,7 @@ class ActiveConnection:
         Cancel safety: the waiting requests fail.
         """
         why = "the client was closed"
+        lives = True
         try:
             while True:
                 raw: Any = await self.connection.recv(TAG)
@@ -241,9 +242,13 @@ class ActiveConnection:
         except KVWireError as exc:
             why = str(exc)
             raise
+        except GeneratorExit:  # the loop was dropped, with everything that waits
+            lives = False
+            raise
         finally:
-            self._end(why)
-            await self.close_windows()
+            if lives:
+                self._end(why)
+                await self.close_windows()
 
     def _end(self, why: str) -> None:
         """Fail every waiter, from a frame that no traceback references."""

@@ -44,3 +44,14 @@ async def test_a_request_that_is_not_sent_leaves_no_error_behind() -> None:
         gc.collect()
         await asyncio.sleep(0)
     assert not reported
+
+
+async def test_a_listener_whose_loop_is_dropped_touches_nothing() -> None:
+    """Python closes its coroutine then; a connection refuses calls without its loop."""
+    async with connected("tcp") as pair:
+        active = ActiveConnection(pair.left, Welcome(VERSIONS[1]), 5.0)
+        listening = active.listen()
+        listening.send(None)
+        listening.close()
+        assert not pair.left.closed
+        pair.left.abort()
