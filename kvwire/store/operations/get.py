@@ -30,9 +30,6 @@ from kvwire.store.tiers.base import (
 )
 
 _ALL: Final = slice(None)
-# The position of the only block of a request, and that it has landed.
-_FIRST: Final = np.zeros(1, np.int64)
-_LANDED: Final = np.ones(1, np.bool_)
 
 _STATES: Final = {
     BlockResult.MISSING: BlockState.MISSING,
@@ -114,15 +111,6 @@ class GetOperation(Operation):
 
         Cancel safety: a running copy or read is finished first.
         """
-        if (
-            request.keys.size == 1
-            and request not in self._next
-            and await self._read_single(request)
-        ):
-            return _LANDED
-        return await self._step(request, positions)
-
-    async def _step(self, request: BlockRequest, positions: Ids) -> Bits:
         memory = self.tiers.memory
         keys = request.keys[positions]
         begun = memory.in_flight.begun
@@ -246,55 +234,6 @@ class GetOperation(Operation):
         tier.read_in_place(count, count * nbytes)
         self.settled(count)
         return landed
-
-    async def _read_single(self, request: BlockRequest) -> bool:
-        """Read the only block of a request by one question to the nearest tier.
-
-        It does what ``_step`` and ``_read`` do, for a small block that memory lacks and
-        that no other call is loading, without arrays of one element.
-
-        Returns:
-            Whether it has landed. If not, nothing has changed: ``_step`` reads it, and
-            reports why it does not land.
-        """
-        memory = self.tiers.memory
-        keys = request.keys
-        namespace = request.namespace
-        nbytes = namespace.image_bytes
-        tier = self.tiers.below[0] if self.tiers.below else None
-        if tier is None or not tier.asks or nbytes > tier.single_bytes:
-            return False
-        if self.tiers.mapped is not None or memory.in_flight.ends:
-            return False
-        begun = memory.in_flight.begun
-        number = self.tiers.tenants.number(namespace.tenant) if namespace.tenant else 0
-        if (
-            memory.index.shares.expire
-            or memory.index.find(keys).item() >= 0
-            or memory.too_large(nbytes, number)
-        ):
-            return False
-        slots = await memory.take(nbytes, 1, number)
-        if memory.in_flight.begun != begun:  # another call may be loading it now
-            memory.give_back(slots)
-            return False
-        found = None
-        memory.in_flight.begin(keys)
-        try:
-            image = memory.line(slots, nbytes)
-            found = await tier.read_single(namespace, keys, image)
-            if found is not None:
-                order, memory.below[slots] = found
-                self.tiers.namespaces[namespace.digest] = namespace
-                memory.index.name(keys, slots, None, order)
-        finally:
-            memory.in_flight.end(keys)
-            if found is None:
-                memory.give_back(slots)
-        if found is None:
-            return False
-        await self._hand_out(request, _FIRST, slots, None)
-        return True
 
     async def _read(
         self,

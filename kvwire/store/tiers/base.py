@@ -305,7 +305,6 @@ class Tier(ABC):
         asks: Whether ``find`` and ``holds`` need a round trip at the moment.
         at_once_bytes: Images of up to this many bytes are copied in one turn of the
             loop, and not touched at any other time.
-        single_bytes: The most bytes of a block for which ``read_single`` is tried.
         owned: Whether only this store uses its blocks, and so may drop some of them.
         lossy: The codec with which it stores blocks, if that is lossy; else empty.
         mapped: Access to its blocks, if they can be read in place at the moment.
@@ -315,7 +314,6 @@ class Tier(ABC):
     reason: str = ""
     asks: bool = False
     at_once_bytes: int = 0
-    single_bytes: int = 0
     owned: bool = False
     lossy: str = ""
     mapped: HostBlocks | None = None
@@ -413,20 +411,6 @@ class Tier(ABC):
         results = await moving
         self._counts.count(results, written=False)
         return results
-
-    async def read_single(
-        self, namespace: Namespace, keys: Keys, image: memoryview
-    ) -> tuple[int, bool] | None:
-        """Fill an image with one small block, if that takes no more than one question.
-
-        Returns:
-            The image's order, and whether ``holds`` would return the block. None if it
-            did not land for whatever reason: then the image is unchanged, and ``read``
-            is tried.
-
-        Cancel safety: safe, the image is written at the end.
-        """
-        return None
 
     @abstractmethod
     def _write(

@@ -73,9 +73,6 @@ from kvwire.store.tiers.base import (
 )
 
 _READ_ONLY: Final = "this server is read-only"
-# The results of a get of one block, and what says that a Find would not count it.
-_ONE_LANDED: Final = bytes((LANDED,))
-_NOT_KEPT: Final = bytes(1)
 
 
 class RemoteTier(Tier):
@@ -84,7 +81,6 @@ class RemoteTier(Tier):
     durable: bool = False
     asks: bool = False
     at_once_bytes: int = STORE_INLINE_BYTES
-    single_bytes: int = STORE_INLINE_BYTES
 
     def __init__(
         self, name: str, communicator: kvwire.Communicator, where: str, timeout_s: float
@@ -92,10 +88,10 @@ class RemoteTier(Tier):
         super().__init__(name)
         self.error = ""
         self._communicator = communicator
+        self._timeout_s = timeout_s
         self._client = StoreClient(communicator, where, timeout_s, self._changed)
         self._touches = Touches()
         self._within = timedelta(seconds=timeout_s)
-        self._wait_ms = max(1, int(timeout_s * 1000))
         # Reports uses, unless a request does so first; and counts of reads in place.
         self._telling: asyncio.TimerHandle | None = None
         self._read_blocks = 0
@@ -346,34 +342,6 @@ class RemoteTier(Tier):
         alike = np.zeros(batch.keys.size, np.uint8)
         return self._move(namespace, batch, alike, self._get)
 
-    async def read_single(
-        self, namespace: Namespace, keys: Keys, image: memoryview
-    ) -> tuple[int, bool] | None:
-        active = self._client.active
-        if active is None or self._touches.used or self.too_large(namespace):
-            return None
-        asked = next(active.numbers), text_of(namespace), Names.of(keys), self._wait_ms
-        try:
-            async with active.berths:
-                done = await active.call(Get(*asked), StoreDone)
-        except KVWireError as exc:
-            self.error = error_text(exc)
-            return None
-        if (
-            done.results != _ONE_LANDED
-            or len(done.orders) != 1
-            or done.orders[0] >= UNKNOWN
-            or len(done.images) != image.nbytes
-            or len(done.kept) > 1
-        ):
-            return None
-        image[:] = done.images
-        if self.error:
-            self._well(active)
-        self._touches.moved(keys)
-        self._counts.read_blocks += 1
-        return done.orders[0], done.kept != _NOT_KEPT
-
     def too_large(self, namespace: Namespace) -> str:
         active = self._client.active
         if active is None or namespace.image_bytes <= active.welcome.berth_bytes:
@@ -508,7 +476,7 @@ class RemoteTier(Tier):
         """Return the first fields of a put or get of a batch."""
         text = text_of(namespace)
         names = Names.of(batch.keys)
-        return next(active.numbers), text, names, self._wait_ms
+        return next(active.numbers), text, names, max(1, int(self._timeout_s * 1000))
 
     def _checked(
         self, active: ActiveConnection, batch: Batch, done: StoreDone

@@ -18,7 +18,6 @@ from kvwire import BlockStore, KVSpec, StoreServer, UsageError
 from kvwire.store.keys import Keys, as_keys
 from kvwire.store.limits import STORE_UNASKED_BYTES
 from kvwire.store.server import messages
-from kvwire.store.tiers.base import FAILED
 from kvwire.store.tiers.remote import RemoteTier
 from tests.store.contract import tier_of
 from tests.store.files import Faults, disk, store_on
@@ -228,60 +227,6 @@ async def test_a_server_that_sends_other_blocks_than_it_says(
         assert said in outcome.missing["kv", 7]
         assert not len(inside.tiers(s).memory.index)
         assert not inside.tiers(s).memory.index.slabs.used_bytes
-
-
-@pytest.mark.parametrize(
-    ("done", "said"),
-    [
-        (messages.StoreDone(0, b"\0", "", b"\0", memoryview(bytes(9))), "9 bytes of 1"),
-        (messages.StoreDone(0, b"\0", "", b"\0\0"), "2 orders of 1 blocks"),
-        (messages.StoreDone(0, b"\0", "", b"\xfe"), "1 orders of 1 blocks"),
-        (messages.StoreDone(0, b"\0\0", "", b"\0\0"), "2 results of 1 blocks"),
-        (messages.StoreDone(0, b"\0", "", b"\0", kept=bytes(2)), "2 marks of 1 blocks"),
-        (messages.StoreDone(0, bytes((FAILED,)), "a bad sector"), "a bad sector"),
-    ],
-)
-async def test_what_a_server_says_wrongly_of_a_single_block(
-    done: messages.StoreDone, said: str
-) -> None:
-    """It is asked once more, and then not believed; nothing is left of the block."""
-    asked = []
-
-    async def lie(connection: kvwire.Connection) -> None:
-        for _ in range(2):
-            get = messages.decode_request(await connection.recv(messages.TAG))
-            assert isinstance(get, messages.Get)
-            asked.append(get.number)
-            answer = msgspec.structs.replace(done, number=get.number)
-            await connection.send(messages.TAG, messages.encode(answer))
-
-    welcome = messages.Welcome(1, berth_bytes=BERTH)
-    async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
-        outcome = await s.get(chain(1), Filled(8).cache, [5])
-        assert not outcome.landed
-        assert said in outcome.missing["kv", 5]
-        assert len(asked) == 2
-        memory = inside.tiers(s).memory
-        assert not len(memory.index)
-        assert not len(memory.in_flight)
-        assert not memory.index.slabs.used_bytes
-
-
-async def test_a_get_of_a_single_block_that_is_stopped_leaves_nothing() -> None:
-    """A program may stop every task of its loop."""
-    welcome = messages.Welcome(1, berth_bytes=BERTH)
-    async with lying(welcome) as where, BlockStore.open([where]) as s:
-        memory = inside.tiers(s).memory
-        before = asyncio.all_tasks()
-        get = s.get(chain(1), Filled(8).cache, [5])
-        (task,) = asyncio.all_tasks() - before
-        await until(lambda: len(memory.in_flight))
-        task.cancel()
-        await get.drained()
-        await asyncio.wait([task])
-        assert task.cancelled()
-        assert not len(memory.in_flight)
-        assert not memory.index.slabs.used_bytes
 
 
 async def test_a_server_of_a_later_major_version_is_refused_by_name() -> None:
