@@ -22,12 +22,13 @@ from kvwire import (  # noqa: E402 - after the skip
     PrefillRequest,
     plan_prefill,
 )
-from kvwire.errors import UsageError  # noqa: E402
+from kvwire.errors import BackendUnavailable, UsageError  # noqa: E402
 from kvwire.integrations.transformers import (  # noqa: E402
     PagedSequence,
     TensorPool,
     kv_spec,
 )
+from kvwire.integrations.transformers.sequence import check_version  # noqa: E402
 from kvwire.kv.blocks import MissingBlocks  # noqa: E402
 from kvwire.kv.hashing import HashScheme  # noqa: E402
 from kvwire.kv.outcome import nothing_landed  # noqa: E402
@@ -268,3 +269,11 @@ def test_a_static_cache_in_blocks(model: Any) -> None:
         UsageError, match="pass one sequence whose length is a multiple"
     ):
         PagedCache.of(static, block_tokens=BLOCK_TOKENS + 1)
+
+
+def test_a_version_that_ignores_the_cache_is_refused() -> None:
+    """It would compute without the KV, and nothing else would show it."""
+    for version in ("5.24.0", "5.30.1.dev0", "6.0.0"):
+        check_version(version)
+    with pytest.raises(BackendUnavailable, match="ignores the argument `cache`"):
+        check_version("5.19.0")

@@ -24,7 +24,8 @@ and a decode that continues from it::
     model(rest_of_input_ids, cache=sequence)
 
 Supported: decoder-only models whose layers all have full attention (Llama, Qwen,
-Mistral without a window), transformers 5, one sequence per call, host memory.
+Mistral without a window), transformers 5.24 or newer, one sequence per call, host
+memory.
 """
 
 from kvwire.integrations.marks import LayerMarks, Markable

@@ -10,20 +10,35 @@ layer; an engine with a paged attention kernel reads the blocks in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
-from kvwire.errors import UsageError
-from kvwire.extras import needed_by
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.extras import install_command, needed_by
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec, dtype_name
 
 with needed_by("kvwire.integrations.transformers", extra="demo"):
     import torch
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, __version__
     from transformers.cache_utils import Cache, CacheLayerMixin
 
+# Older ones ignore `cache=`, and a model computes without the KV, silently.
+_TRANSFORMERS_MIN: Final = (5, 24)
 OnWritten: TypeAlias = Callable[[int, int, int], None]
 """Called with a layer, the first token and the token after the last, once written."""
+
+
+def check_version(version: str) -> None:
+    """Refuse a version of transformers whose models ignore ``cache``.
+
+    Raises:
+        BackendUnavailable: It is such a version.
+    """
+    if tuple(map(int, version.split(".")[:2])) < _TRANSFORMERS_MIN:
+        raise BackendUnavailable(
+            f"transformers {version} ignores the argument `cache`, so a model would "
+            f"compute without it: {install_command('demo')}"
+        )
 
 
 class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
@@ -40,6 +55,7 @@ class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
     Raises:
         UsageError: A block id is out of range or appears twice, or ``length`` is more
             than the blocks hold.
+        BackendUnavailable: This version of transformers ignores ``cache``.
     """
 
     def __init__(
@@ -50,6 +66,7 @@ class PagedSequence(Cache):  # type: ignore[misc]  # transformers has no types
         length: int = 0,
         on_written: OnWritten | None = None,
     ) -> None:
+        check_version(__version__)
         (ids,) = pool.cache.block_lists(blocks).values()
         capacity = ids.size * pool.spec.block_tokens
         if not 0 <= length <= capacity:
