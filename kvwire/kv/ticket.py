@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -57,19 +58,33 @@ class Ticket(NamedTuple):
         """Return a ticket for some of its blocks, given their positions in it.
 
         Raises:
-            UsageError: It has several groups, or a position is out of range.
+            UsageError: It has several groups, a position is out of range, or they are
+                no integers.
         """
         if len(self.counts) != 1:
             raise UsageError(
                 "positions: the ticket has several groups; split it by group first"
             )
-        chosen = positions if isinstance(positions, slice) else np.asarray(positions)
+        chosen = positions if isinstance(positions, slice) else _places(positions)
         try:
             entries = self.entries[chosen]
-        except IndexError as exc:
+        except (IndexError, TypeError) as exc:
             raise UsageError(f"positions: {exc}") from None
         generations = self.generations[chosen]
         return Ticket(self.serial, (entries.size,), entries, generations)
+
+
+def _places(positions: object) -> Ids:
+    with suppress(TypeError, ValueError, OverflowError):
+        places = np.asarray(positions)
+        if places.ndim == 1 and not places.size:
+            return places.astype(np.int64)  # an empty list has no type
+        # NumPy would take booleans as a mask.
+        if places.ndim == 1 and places.dtype.kind in "iu":
+            return places
+    raise UsageError(
+        f"positions={positions!r:.80}: pass a list of integers, or a slice"
+    )
 
 
 def write_ticket(

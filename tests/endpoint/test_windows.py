@@ -426,6 +426,20 @@ async def test_tickets_that_are_forged(pair: Pair) -> None:
     assert (await remote.get(ticket, into=Filled().cache, blocks=[0])).complete
 
 
+@pytest.mark.parametrize(
+    "positions",
+    [1, "ab", [0.5], [None], [[0, 1]], [True, False, True], {0: 1}, [[0], [1, 2]], [3]],
+    ids=str,
+)
+async def test_positions_are_integers_within_the_ticket(
+    pair: Pair, positions: Any
+) -> None:
+    window, remote = await opened(pair)
+    ticket = window.offer([1, 2, 3])
+    with pytest.raises(kvwire.UsageError, match=r"^positions"):
+        remote.get(ticket, Filled().cache, [0], positions=positions)
+
+
 async def test_names_and_memory_that_are_refused(pair: Pair) -> None:
     """By their field."""
     pair.far.expose("kv", SOURCE.cache)
