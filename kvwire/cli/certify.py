@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from contextlib import AbstractContextManager
 from itertools import takewhile
 from pathlib import Path
@@ -69,8 +69,9 @@ def command(  # noqa: PLR0913 - each is an option of the command
         seed: The seed of the first schedule; each further schedule adds 1.
         seconds: Start no schedule after this many seconds. Shrinking the schedules that
             failed comes on top.
-        limit_s: Report an operation as hung if it has not ended after this many
-            seconds, and after six times as many when its schedule runs again.
+        limit_s: The time limit of each call, in seconds. A call that exceeds it counts
+            as hung only if it also exceeds six times this limit when its schedule runs
+            again.
         times: How often to play the smallest schedule of each breach again.
         without: A rule that the transport need not keep; may be repeated. For example
             --without stale for a transport whose references never expire.
@@ -103,15 +104,16 @@ def command(  # noqa: PLR0913 - each is an option of the command
             )
             with _named(target):
                 found = asyncio.run(progress.until_interrupt(work))
-    _show(found, json=json)
-    if html is not None:
-        html.write_text(report.html(found), encoding="utf-8")
-    if junit is not None:
-        junit.write_bytes(report.junit(found))
-    if not target.endswith(".json"):
-        for breach in found.breaches:
-            path = into / report.file_name(breach)
-            path.write_bytes(msgspec.json.format(msgspec.json.encode(breach)) + b"\n")
+    # First what cannot be made again from the rest: the report may fail.
+    saved = [] if target.endswith(".json") else _save(found.breaches, into)
+    try:
+        _show(found, json=json)
+        if html is not None:
+            html.write_text(report.html(found), encoding="utf-8")
+        if junit is not None:
+            junit.write_bytes(report.junit(found))
+    finally:
+        for path in saved:
             print(f"run it again: kvwire certify {path}", file=sys.stderr)
     if found.breaches:
         return BROKEN
@@ -177,6 +179,16 @@ class _Progress:
             "again to end at once, without a report.",
             soft_wrap=True,
         )
+
+
+def _save(breaches: Iterable[Breach], into: Path) -> list[Path]:
+    """Write each breach to a file, which runs again; return the files."""
+    paths = []
+    for breach in breaches:
+        path = into / report.file_name(breach)
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(breach)) + b"\n")
+        paths.append(path)
+    return paths
 
 
 def _show(found: Certificate, *, json: bool) -> None:

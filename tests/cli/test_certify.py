@@ -63,6 +63,20 @@ def test_a_breach_is_kept_and_plays_again(
     assert not progress
 
 
+@pytest.mark.parametrize("option", ["--html", "--junit"])
+def test_a_breach_is_kept_if_a_report_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    options = ["--schedules", "1", "--seed", "9", "--times", "1"]
+    options += ["--into", str(tmp_path), option, str(tmp_path)]
+    assert main(["certify", f"{PLANTS}:Hole", *options]) != 0
+    assert saved(tmp_path).rule == "hole"
+    (file,) = tmp_path.glob("*.json")
+    error = capsys.readouterr().err
+    assert "Is a directory" in error
+    assert f"run it again: kvwire certify {file}" in error
+
+
 def saved(folder: Path) -> Breach:
     (file,) = folder.glob("*.json")
     return msgspec.json.decode(file.read_bytes(), type=Breach)
