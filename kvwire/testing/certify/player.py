@@ -41,6 +41,11 @@ _ROUNDS: Final = 3
 OPENING: Final = 3
 """The factor by which opening and connecting may take longer than any other call."""
 _LEAK_BYTES: Final = 1 << 20
+# What a schedule checks once both ends are connected, by a successful operation, and
+# by connecting many times.
+_CONNECTED: Final = ("failed", "hang", "crash")
+_SUCCEEDED: Final = ("stale", "torn", "hole", "misplaced", "foreign", "lost")
+_CYCLED: Final = ("leak-memory", "leak-descriptor", "leak-thread")
 
 
 class Played(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -51,12 +56,14 @@ class Played(msgspec.Struct, frozen=True, omit_defaults=True):
         rule: The broken promise, a key of ``RULES``; "" if all promises were kept.
         text: A description of the failure.
         operations: The number of gets and puts that landed.
+        checked: The promises that its steps have checked.
     """
 
     step: int
     rule: str = ""
     text: str = ""
     operations: int = 0
+    checked: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False, slots=True)
@@ -154,12 +161,14 @@ class Player:
         self._going = asyncio.Event()
         self._going.set()
         self._landed = 0
+        self._checked: set[str] = set()
         self._doing = "open"
         number = -1
         try:
             await self._open()
+            self._checked.update(_CONNECTED)
             for number, step in enumerate(schedule.steps):
-                await self._channel.send(Played(number))
+                await self._channel.send(self._played(number))
                 self._doing = str(step)
                 await self._step(number, step)
                 self._watch()
@@ -169,8 +178,11 @@ class Player:
             await self._close()
             await self._settle()
         except Wrong as exc:
-            return Played(number, exc.rule, exc.text, self._landed)
-        return Played(-1, operations=self._landed)
+            return self._played(number, exc.rule, exc.text)
+        return self._played(-1)
+
+    def _played(self, step: int, rule: str = "", text: str = "") -> Played:
+        return Played(step, rule, text, self._landed, frozenset(self._checked))
 
     async def _step(self, number: int, step: Step) -> None:
         match step.verb:
@@ -350,6 +362,7 @@ class Player:
         reference = operation.reference
         reference.users -= 1
         reference.puts -= step.verb == "put"
+        self._checked.add("late-write")
         failed = "it was cancelled"
         if not operation.task.cancelled():
             error = operation.task.exception()
@@ -366,6 +379,8 @@ class Player:
                     )
                 else:
                     self._broken("failed", text + failure_text(error, self._end))
+        if step.verb == "put" and reference.live:
+            self._checked.add("late-read")
         if step.way == "timeout":
             failed = "its time-out"
         since = f"the end of a {step.verb}: {ended or failed}"
@@ -373,6 +388,7 @@ class Player:
 
     def _succeeded(self, operation: StartedStep) -> None:
         self._landed += 1
+        self._checked.update(_SUCCEEDED)
         reference = operation.reference
         if operation.step.verb == "get":
             found = self._left.found(operation.own)
@@ -449,13 +465,14 @@ class Player:
                     f"{wanted_s:.2f} s, and woke {sleeps} times"
                 )
                 self._broken("busy-idle", text)
+        self._checked.add("busy-idle")
 
     async def _cycle(self, step: int, count: int) -> None:
         """Connect and close many times, and check that no resource leaks."""
         seen: list[dict[str, Usage]] = []
         for _ in range(_ROUNDS):
             for number in range(count):
-                await self._channel.send(Played(step))
+                await self._channel.send(self._played(step))
                 await self._close()
                 await self._open()
                 one = Step("offer", -1 - number - count * len(seen), 0, 1)
@@ -478,6 +495,7 @@ class Player:
                         f"{what} of the {name} process after {count} connections each"
                     )
                     self._broken(f"leak-{what}", f"{text}: {counts}")
+        self._checked.update(_CYCLED)
 
     # --- time -------------------------------------------------------------------------
 

@@ -41,7 +41,6 @@ class Started(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         version: The target's version.
-        puts: Whether it has puts.
         error: The kind of the error: the target is wrong, or a module or a shared
             library is missing.
         text: The error's text.
@@ -49,7 +48,6 @@ class Started(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     version: str = ""
-    puts: bool = False
     error: Literal["", "usage", "missing", "library"] = ""
     text: str = ""
     library: str = ""
@@ -329,7 +327,7 @@ async def right_end(channel: MessageSocket, target: str, path: str) -> None:
     """
     memory = memories(path)["right"]
     end = load(target)
-    await channel.send(Started(end.version, type(end).can("put")))
+    await channel.send(Started(end.version))
     while line := await channel.receive():
         order = msgspec.json.decode(line, type=Order)
         answer = Reply()

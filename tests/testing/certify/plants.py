@@ -257,6 +257,13 @@ class NeverOpens(Toy):
         raise OSError("there is no such device")
 
 
+class OffersNothing(Toy):
+    """The right end cannot offer its memory."""
+
+    async def offer(self, data: memoryview) -> bytes:
+        raise OSError("memory cannot be registered")
+
+
 class Hangs(Direct):
     """A get waits for an answer that nobody will send."""
 

@@ -12,8 +12,9 @@ import pytest
 
 from kvwire.errors import BackendUnavailable
 from kvwire.testing.certify import processes, runner
+from kvwire.testing.certify.player import Played
 from kvwire.testing.certify.runner import Stage, certify, play_again
-from kvwire.testing.certify.schedule import Step, effective, make
+from kvwire.testing.certify.schedule import Schedule, Step, effective, make
 from kvwire.testing.oracle import RULES
 from tests.support.depth import sample
 from tests.support.pairs import until
@@ -39,6 +40,7 @@ class Files(Toy):
             made.write(f"{tempfile.mkdtemp()} ")
         return await super().open(memory)
 """
+LEAKS = ("leak-memory", "leak-descriptor", "leak-thread")
 PLANTS = Path(__file__).with_name("plants.py")
 # What it has to be found as, and seeds of which one finds it.
 FOUND = {
@@ -140,8 +142,49 @@ async def test_an_adapter_that_never_opens_is_no_breach() -> None:
 async def test_what_no_schedule_has_checked() -> None:
     assert (await certify("toy", seeds=[])).unchecked == tuple(RULES)
     found = await certify("toy", seeds=[1], without=["torn"])
-    leaks = ("leak-memory", "leak-descriptor", "leak-thread")
-    assert found.unchecked == ("torn", "busy-idle", *leaks)
+    assert found.unchecked == ("torn", "busy-idle", *LEAKS)
+
+
+@pytest.mark.parametrize(
+    ("plant", "seed", "rule", "others"),
+    [
+        ("OffersNothing", 1, "failed", {"hang", "crash"}),
+        # It breaks its promise before the step that measures an idle process.
+        ("Hole", 12, "hole", {*RULES} - {"late-read", "busy-idle", *LEAKS}),
+        ("CrashesThere", 7, "crash", {*RULES} - {"late-read", "busy-idle", *LEAKS}),
+    ],
+)
+async def test_what_comes_after_a_breach_is_not_checked(
+    plant: str, seed: int, rule: str, others: set[str]
+) -> None:
+    found = await certify(f"{PLANTS}:{plant}", seeds=[seed], times=0)
+    assert [breach.rule for breach in found.breaches] == [rule]
+    assert {*RULES} - {*found.unchecked} == {rule, *others}
+    assert (found.operations > 0) is ("foreign" in others)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "rule", "seeds"),
+    [
+        (Played(0, "hang", "the same"), "hang", (1,)),
+        (Played(0, "foreign", "something worse"), "foreign", (1, 2)),
+    ],
+)
+async def test_only_confirmed_hangs_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+    replayed: Played,
+    rule: str,
+    seeds: tuple[int, ...],
+) -> None:
+    """A second hang may be a schedule that was only slow."""
+
+    async def play(stage: Stage, schedule: Schedule, *, patience: float = 1) -> Played:
+        return replayed if patience > 1 else Played(0, "hang", "slow")
+
+    monkeypatch.setattr(Stage, "play", play)
+    monkeypatch.setattr(runner, "shrink", lambda steps: iter(()))
+    (breach,) = (await certify("toy", seeds=[1, 2], times=0)).breaches
+    assert (breach.rule, breach.seeds) == (rule, seeds)
 
 
 async def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
