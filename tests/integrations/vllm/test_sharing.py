@@ -34,6 +34,7 @@ from tests.support.engines.proxies import (
     answer,
     app,
     call,
+    fleet_in_turns,
     post,
     refused,
     says,
@@ -377,6 +378,19 @@ async def test_metrics_are_read_only_if_there_were_requests() -> None:
         for _ in range(50):
             await call(application, "GET", "/fleet")
         assert reads() == 2
+
+
+async def test_each_reading_shows_the_size_of_blocks() -> None:
+    """An engine that restarts between two requests may have another one."""
+    size = 'vllm:cache_config_info{block_size="4"} 1.0\n'
+    network = Engines(p1=FakeVllm("kv_producer"), d1=FakeVllm("kv_consumer", more=size))
+    fleet = fleet_in_turns([P1], [D1])
+    engine = fleet.engines[1]
+    engine.block_tokens = 8
+    application = app(network, fleet=fleet)
+    async with application.running():
+        await turns_until(lambda: engine.shared.reading is not None)
+        assert engine.block_tokens == 4
 
 
 async def test_engines_that_cannot_be_read_are_read_again() -> None:

@@ -208,6 +208,20 @@ async def test_an_engine_reports_the_size_of_its_blocks(site: Site) -> None:
     assert (status, told["counts"]) == (200, {"done": 4})
 
 
+async def test_an_engine_that_restarts_may_have_other_blocks(site: Site) -> None:
+    url = site.http.url.removesuffix("/metrics")
+    site.network.handlers |= {"d1": blocks_of(8)}
+    fleet = fleet_in_turns([], [D1])
+    site.proxy = app(site.network, fleet=fleet, store=StoreBehind(url))
+    status, told = await site.order("locate", prompt=TOKENS)
+    assert (status, told["counts"]) == (200, {"missing": 2})
+    site.network.handlers |= {"d1": fails(503)}
+    assert (await post(site.proxy)).status_code == 503
+    site.network.handlers |= {"d1": blocks_of(4)}
+    status, told = await site.order("locate", prompt=TOKENS)
+    assert (status, told["prefix"]) == (200, 4)
+
+
 async def test_without_a_store_there_are_no_verbs() -> None:
     said = await call(app(Engines()), "POST", "/kv/pin", json={"prompt": TOKENS})
     assert said.status_code == 404

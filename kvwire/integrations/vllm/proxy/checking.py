@@ -127,6 +127,8 @@ class SharingCheck:
             return  # it is read again
         shared.answered = answered
         shared.take(reading)
+        # It may have restarted since the last reading.
+        engine.block_tokens = reading.block_tokens
 
     def _judge(self, engine: VllmEngine, versions: set[str]) -> None:
         shared = engine.shared

@@ -324,9 +324,12 @@ class Prober:
                 await response.body(PROXY_HEALTH_BYTES_MAX)
         except (EngineFailed, TimeoutError) as exc:
             if isinstance(exc, EngineFailed) and not exc.silent:
-                engine.gone |= exc.down
+                if exc.down:
+                    engine.gone = True
+                    engine.forget()
                 return
             engine.slow = engine.gone = True
+            engine.forget()
             engine.give_up()
             return
         engine.slow = engine.gone = False

@@ -75,7 +75,11 @@ class Beginning:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class VllmEngine:
-    """The state of one engine between two restarts; a restart makes a new object."""
+    """The state of one engine.
+
+    If a directory lists it, a restart makes a new object. One from the command line
+    keeps its object, and forgets what it has reported.
+    """
 
     server: VllmServer  # its addresses
     role: str  # its role: `"prefill"`, `"decode"` or `"both"`
@@ -183,6 +187,13 @@ class VllmEngine:
             yield
         finally:
             self._waits.discard(wait)
+
+    def forget(self) -> None:
+        """Forget what its process has reported: the next one may have other options."""
+        self.seeds = False
+        self.context = 0
+        self.block_tokens = 0
+        self.beginnings.clear()
 
     def give_up(self) -> None:
         """Cancel all waits for its answers, since it no longer responds."""

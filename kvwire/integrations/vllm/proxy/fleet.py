@@ -112,6 +112,7 @@ class EngineFleet:
 
     def down(self, engine: VllmEngine) -> None:
         """Mark an engine as down for a while, so that other requests avoid it."""
+        engine.forget()
         engine.down_until = self.clock() + DOWN_S
 
     def drain(self, url: str, *, draining: bool = True) -> VllmEngine:
