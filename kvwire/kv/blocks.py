@@ -46,17 +46,41 @@ UNNAMED: Final = -1
 
 
 class BlockLists(dict[str, Ids]):
-    """Checked block ids: one array per group, in the cache's order."""
+    """Checked block ids: one array per group, in the cache's order.
+
+    Attributes:
+        pools: The number of blocks that each group of that cache has.
+    """
+
+    def __init__(
+        self, lists: Iterable[tuple[str, Ids]], pools: Mapping[str, int]
+    ) -> None:
+        super().__init__(lists)
+        self.pools: Mapping[str, int] = pools
+
+    def check_total(self, least: int) -> None:
+        """Refuse too few or too many blocks.
+
+        Raises:
+            UsageError: There are fewer than ``least``, or more than a transfer takes.
+        """
+        total = sum(ids.size for ids in self.values())
+        if not least <= total <= limits.KV_BLOCKS_MAX:
+            raise UsageError(
+                f"blocks: the lists have {total} blocks; a transfer takes 1 to "
+                f"{limits.KV_BLOCKS_MAX}"
+            )
 
     def padded(self, blocks: Mapping[str, int]) -> BlockLists:
         """Return a copy in which each group has ``blocks[group]`` positions.
 
         The added positions at the end are :data:`UNNAMED`.
         """
-        return BlockLists(
+        padded = (
             (name, np.pad(ids, (0, blocks[name] - ids.size), constant_values=UNNAMED))
             for name, ids in self.items()
         )
+        return BlockLists(padded, self.pools)
 
 
 def block_lists(
@@ -91,16 +115,9 @@ def block_lists(
             raise UsageError(
                 f"blocks: group {name!r} is missing; pass [] for no blocks"
             )
-    lists = BlockLists()
-    total = 0
-    for name, num_blocks in pools.items():
-        lists[name] = _checked(blocks[name], name, num_blocks)
-        total += lists[name].size
-    if not least <= total <= limits.KV_BLOCKS_MAX:
-        raise UsageError(
-            f"blocks: the lists have {total} blocks; a transfer takes 1 to "
-            f"{limits.KV_BLOCKS_MAX}"
-        )
+    checked = ((name, _checked(blocks[name], name, pools[name])) for name in pools)
+    lists = BlockLists(checked, pools)
+    lists.check_total(least)
     return lists
 
 

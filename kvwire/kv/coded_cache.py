@@ -70,8 +70,8 @@ class CodedCache:
             dtype = np.int8 if spec.dtype == "int8" else np.uint8
             sources[name] = (spec, np.empty(shape, dtype), _LAYOUT)
         self.cache: PagedCache = PagedCache.grouped(sources)
-        self.lists = BlockLists(
-            (name, np.arange(ids.size, dtype=np.int64)) for name, ids in lists.items()
+        self.lists: BlockLists = self.cache.block_lists(
+            {name: np.arange(ids.size) for name, ids in lists.items()}
         )
         self._real = cache
         self._codec = codec

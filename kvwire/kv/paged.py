@@ -150,9 +150,10 @@ class PagedCache(Uncopied):
 
         Raises:
             UsageError: A block id is out of range; the error names the group, the id
-                and the range.
+                and the range. Or there are fewer than ``least`` blocks.
         """
-        if isinstance(blocks, BlockLists) and blocks.keys() == self.groups.keys():
+        if isinstance(blocks, BlockLists) and blocks.pools is self._pools:
+            blocks.check_total(least)
             return blocks
         return block_lists(blocks, self._pools, least=least)
 

@@ -143,7 +143,7 @@ class TransferPlan:
                 "a tensor of this cache is read-only; receiving needs writable tensors"
             )
         self.side = side
-        ids = cache.block_lists(blocks)
+        ids = cache.block_lists(blocks, least=0)
         self.lists: BlockLists = ids if named is None else named
         self.local: Geometry = local or describe(cache, ids, tokens)
         # The template keeps both ends alive, so no other geometry can have the same

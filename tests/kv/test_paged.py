@@ -100,6 +100,25 @@ def test_groups() -> None:
         cache.block_lists({"full": [7], "window": [7]})
 
 
+def test_checked_lists_are_not_checked_twice_but_their_number_is() -> None:
+    cache = PagedCache(SPEC, layers())
+    lists = cache.block_lists([3, 1])
+    assert cache.block_lists(lists) is lists
+    none = cache.block_lists([], least=0)
+    assert cache.block_lists(none, least=0) is none
+    with pytest.raises(UsageError, match="0 blocks; a transfer takes 1 to"):
+        cache.block_lists(none)
+
+
+def test_lists_of_another_cache_are_checked_again() -> None:
+    cache = PagedCache(SPEC, layers())
+    larger = PagedCache(SPEC, layers(18, *SHAPE[1:]))
+    same = cache.block_lists(larger.block_lists([8]))
+    assert same["kv"].tolist() == [8]
+    with pytest.raises(UsageError, match="block id 9 at position 0 is out of range"):
+        cache.block_lists(larger.block_lists([9]))
+
+
 def test_groups_may_share_memory() -> None:
     """Hybrid models have one pool for all groups, whose ids do not collide."""
     pool = layers()
