@@ -52,11 +52,7 @@ class BlockLists(dict[str, Ids]):
         pools: The number of blocks that each group of that cache has.
     """
 
-    def __init__(
-        self, lists: Iterable[tuple[str, Ids]], pools: Mapping[str, int]
-    ) -> None:
-        super().__init__(lists)
-        self.pools: Mapping[str, int] = pools
+    pools: Mapping[str, int]
 
     def check_total(self, least: int) -> None:
         """Refuse too few or too many blocks.
@@ -64,23 +60,23 @@ class BlockLists(dict[str, Ids]):
         Raises:
             UsageError: There are fewer than ``least``, or more than a transfer takes.
         """
-        total = sum(ids.size for ids in self.values())
+        total = 0
+        for ids in self.values():
+            total += ids.size
         if not least <= total <= limits.KV_BLOCKS_MAX:
-            raise UsageError(
-                f"blocks: the lists have {total} blocks; a transfer takes 1 to "
-                f"{limits.KV_BLOCKS_MAX}"
-            )
+            raise _wrong_total(total)
 
     def padded(self, blocks: Mapping[str, int]) -> BlockLists:
         """Return a copy in which each group has ``blocks[group]`` positions.
 
         The added positions at the end are :data:`UNNAMED`.
         """
-        padded = (
+        padded = BlockLists(
             (name, np.pad(ids, (0, blocks[name] - ids.size), constant_values=UNNAMED))
             for name, ids in self.items()
         )
-        return BlockLists(padded, self.pools)
+        padded.pools = self.pools
+        return padded
 
 
 def block_lists(
@@ -115,10 +111,22 @@ def block_lists(
             raise UsageError(
                 f"blocks: group {name!r} is missing; pass [] for no blocks"
             )
-    checked = ((name, _checked(blocks[name], name, pools[name])) for name in pools)
-    lists = BlockLists(checked, pools)
-    lists.check_total(least)
+    lists = BlockLists()
+    lists.pools = pools
+    total = 0
+    for name, num_blocks in pools.items():
+        lists[name] = _checked(blocks[name], name, num_blocks)
+        total += lists[name].size
+    if not least <= total <= limits.KV_BLOCKS_MAX:
+        raise _wrong_total(total)
     return lists
+
+
+def _wrong_total(total: int) -> UsageError:
+    return UsageError(
+        f"blocks: the lists have {total} blocks; a transfer takes 1 to "
+        f"{limits.KV_BLOCKS_MAX}"
+    )
 
 
 class BlockSet(AbstractSet[tuple[str, int]]):

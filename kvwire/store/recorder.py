@@ -76,6 +76,8 @@ class Recorder:
 
     def matched(self, keys: Keys, found: int, namespace: Namespace) -> None:
         """Record the number of leading blocks that a match has found."""
+        if not keys.size:
+            return
         ids = _ids(keys)
         if not found:
             self._write(TraceOp.LOAD, ids, namespace)

@@ -125,6 +125,16 @@ async def test_a_larger_store_is_asked_for_what_the_recorded_one_lacked(
     assert len(nothing["hash_ids"]) == 1
 
 
+async def test_a_call_without_blocks_is_not_recorded(tmp_path: Path) -> None:
+    cache = new_cache()
+    async with BlockStore.open(["memory:1MiB"], record=str(tmp_path)) as store:
+        assert await store.match([], cache) == 0
+        await store.get([], cache, [])
+        await store.put([], cache, [])
+        await store.delete([], cache)
+    assert the_only(tmp_path).read_bytes() == b""
+
+
 async def test_a_recording_is_bounded_and_the_store_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
