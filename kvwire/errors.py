@@ -343,15 +343,26 @@ def is_name(value: object) -> bool:
 
 
 def check_name(what: str, value: object) -> None:
-    """Refuse what is no name: a text of 1 to NAME_CHARS_MAX characters, without halves.
+    """Refuse a value that is not a name: a text of 1 to NAME_CHARS_MAX characters.
 
     Raises:
-        UsageError: It is another value; the text begins with ``what``.
+        UsageError: It is empty, too long, no text, or has half of a surrogate pair.
+            The error begins with ``what``.
     """
     if not is_name(value) or not value:
-        raise UsageError(
-            f"{what}={value!r:.80}: pass a string of 1 to {NAME_CHARS_MAX} characters"
-        )
+        wanted = f"pass a string of 1 to {NAME_CHARS_MAX} characters"
+        raise wrong_name(what, value, wanted)
+
+
+def wrong_name(what: str, value: object, wanted: str) -> UsageError:
+    """Return the error for a value that is not a name."""
+    try:
+        if isinstance(value, str):
+            value.encode()
+    except UnicodeEncodeError as exc:
+        half = exc.object[exc.start]
+        wanted = f"it has {half!r}, half of a surrogate pair, which cannot be sent"
+    return UsageError(f"{what}={value!r:.80}: {wanted}")
 
 
 def sayable(reason: str) -> str:

@@ -40,7 +40,7 @@ class Selector:
         if isinstance(text, Selector):
             return text
         if not isinstance(text, str):
-            raise wrong_type("selector", text, "a text or a Selector")
+            raise wrong_type("selector", text, "a text")
         if len(text) > SELECTOR_CHARS_MAX:
             raise UsageError(
                 f"the selector has {len(text)} characters; at most "

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, cast
 
 from kvwire import limits
-from kvwire.errors import ProfileMismatch, UsageError, is_name, nearest
+from kvwire.errors import ProfileMismatch, UsageError, is_name, nearest, wrong_name
 from kvwire.types import plain
 
 DType: TypeAlias = Literal[
@@ -337,10 +337,11 @@ def _check_kind(spec: KVSpec) -> None:
 
 def _check_fingerprint(value: object) -> None:
     if not is_name(value):
-        raise UsageError(
-            f"KVSpec: fingerprint={value!r}: pass a string of at most "
-            f"{limits.NAME_CHARS_MAX} characters, such as a model's name and revision"
+        wanted = (
+            f"pass a string of at most {limits.NAME_CHARS_MAX} characters, such as a "
+            "model's name and revision"
         )
+        raise wrong_name("KVSpec: fingerprint", value, wanted)
 
 
 def _check_shard(spec: KVSpec) -> None:

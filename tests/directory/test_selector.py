@@ -55,8 +55,8 @@ def test_who_is_meant(text: str, meant: bool) -> None:
         ("role=a,role=b", "twice"),
         ("x" * 2000, "2000 characters"),
         (",".join(f"k{i}=1" for i in range(65)), "65 terms"),
-        (None, "selector: pass a text"),
-        (["role=decode"], "selector: pass a text"),
+        (None, "selector: pass a text, not a NoneType"),
+        (MEMBER, "selector: pass a text, not a Record"),
     ],
 )
 def test_what_is_no_selector(text: Any, words: str) -> None:

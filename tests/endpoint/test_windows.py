@@ -382,6 +382,14 @@ async def test_a_name_that_no_window_has(pair: Pair, name: Any) -> None:
     assert bytes(await pair.right.recv(1)) == b"still"
 
 
+async def test_a_name_with_half_of_a_pair_is_refused_for_that(pair: Pair) -> None:
+    why = r"name='a.ud800': it has '.ud800', half of a surrogate pair"
+    with pytest.raises(kvwire.UsageError, match=why):
+        await pair.left.window("a\ud800")
+    with pytest.raises(kvwire.UsageError, match=why):
+        pair.far.expose("a\ud800", SOURCE.cache)
+
+
 async def test_caches_that_do_not_fit(pair: Pair) -> None:
     """The error names the field."""
     window, remote = await opened(pair)
