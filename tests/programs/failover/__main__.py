@@ -14,7 +14,6 @@ they fill.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -24,11 +23,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Sequence
-from contextlib import closing
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from tests.programs.failover.arena import (
     AFTER_TOKENS,
@@ -43,13 +41,16 @@ from tests.support.engines.models import make_model
 # After so many tokens of its streams an engine is killed at the latest: enough to fill
 # two blocks.
 _AT_MOST: Final = 260
+# Rounds that differ in one of these options are no rounds of one table.
+_SAME: Final = ("streams", "tokens", "commands", "seed", "model", "signals")
 
 
 def main() -> int:
     """Run it; the exit status is 1 if a round was bad."""
     options = _options()
     found: dict[str, Any] = {"load": os.getloadavg()}
-    rounds = _had(options.json)
+    had = Rounds.read(options.json, {name: getattr(options, name) for name in _SAME})
+    rounds = had.counted
     with tempfile.TemporaryDirectory(prefix="kvwire-failover-") as made:
         folder = Path(made)
         if options.hooks:
@@ -69,13 +70,12 @@ def main() -> int:
             found["cost"]["best"] = cost.best
             print(cost_line(cost), flush=True)
         if options.kills > len(rounds):
-            with closing(play(model, folder, options, len(rounds))) as more:
-                for one in itertools.islice(more, options.kills - len(rounds)):
-                    rounds.append(one)
-                    print(f"round {len(rounds)}: {line(one)}", flush=True)
+            play(model, folder, options, had)
     if rounds:
         print(table(rounds))
-    found["rounds"] = [asdict(one) | {"bound": one.bound} for one in rounds]
+    if had.idle:
+        print(f"\n{had.idle} more rounds, whose engine had no streams, do not count")
+    found |= had.document()
     if options.json:
         options.json.write_text(json.dumps(found))
     if options.plot and rounds:
@@ -83,33 +83,66 @@ def main() -> int:
     return int(any(one.bad for one in rounds))
 
 
-def _had(path: Path | None) -> list[Round]:
-    """Return the rounds of earlier runs."""
-    if path is None or not path.exists():
-        return []
-    had = json.loads(path.read_text())["rounds"]
-    return [Round(**{k: v for k, v in one.items() if k != "bound"}) for one in had]
+@dataclass(slots=True)
+class Rounds:
+    """The rounds of this run, and of earlier ones with the same options."""
+
+    options: dict[str, Any]
+    counted: list[Round] = field(default_factory=list)
+    # Rounds in which nothing happened: the engine had no stream any more.
+    idle: int = 0
+
+    @classmethod
+    def read(cls, path: Path | None, options: dict[str, Any]) -> Self:
+        """Read the rounds of earlier runs; those with other options are refused."""
+        if path is None or not path.exists():
+            return cls(options)
+        document = json.loads(path.read_text())
+        had = document.get("options")
+        if had != options:
+            raise SystemExit(
+                f"{path} has rounds with the options {had}, not {options}: use these, "
+                "or another file"
+            )
+        rounds = [
+            {k: v for k, v in o.items() if k != "bound"} for o in document["rounds"]
+        ]
+        return cls(options, [Round(**one) for one in rounds], document["idle"])
+
+    @property
+    def played(self) -> int:
+        """How many rounds there were."""
+        return len(self.counted) + self.idle
+
+    def take(self, one: Round) -> None:
+        """Count a round, if a stream moved or something happened that never may."""
+        if one.moved or one.bad:
+            self.counted.append(one)
+        else:
+            self.idle += 1
+
+    def document(self) -> dict[str, Any]:
+        """Return what is kept for further runs."""
+        rounds = [asdict(one) | {"bound": one.bound} for one in self.counted]
+        return {"options": self.options, "rounds": rounds, "idle": self.idle}
 
 
-def play(
-    model: Path, folder: Path, options: argparse.Namespace, done: int
-) -> Generator[Round]:
+def play(model: Path, folder: Path, options: argparse.Namespace, had: Rounds) -> None:
     """Kill engines, until it is enough or too late."""
     end = time.monotonic() + options.seconds
     with arena(model, folder, forked=not options.commands) as place:
         first = place.engines[0]
         work = Workload.of(options.streams, options.tokens, options.seed, first)
-        for number in itertools.count(done):
-            if time.monotonic() > end:
-                return
+        while len(had.counted) < options.kills and time.monotonic() <= end:
+            number = had.played
             place.back()
             chance = random.Random(1000 * options.seed + number)
             at = chance.randrange(1, min(_AT_MOST, options.tokens - AFTER_TOKENS))
             how = options.signals[number % len(options.signals)]
             these = work.cut(chance, at + AFTER_TOKENS)
             one = place.round(these, at, signal.Signals[how])
-            if one.moved:  # or it had no stream any more
-                yield one
+            had.take(one)
+            print(f"round {had.played}: {line(one)}", flush=True)
 
 
 def line(one: Round) -> str:
@@ -238,7 +271,7 @@ def _options() -> argparse.Namespace:
         "--hooks", type=int, default=0, metavar="STEPS", help="likewise, without vLLM"
     )
     parser.add_argument(
-        "--json", type=Path, help="where every figure goes; its kills count"
+        "--json", type=Path, help="where every figure goes; kills in it count"
     )
     parser.add_argument("--plot", type=Path, help="a picture of the pauses, as SVG")
     return parser.parse_args()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -112,6 +116,51 @@ def test_the_report(tmp_path: Path) -> None:
     assert "a step of 40.00 ms takes 1.67 ms longer" in said
     program.plot(rounds, tmp_path / "plot.svg")
     assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
+
+
+def test_a_round_without_streams_counts_only_if_something_happened(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rounds.json"
+    options = {"seed": 1, "model": "gqa"}
+    rounds = program.Rounds.read(path, options)
+    rounds.take(round_of())
+    rounds.take(round_of(moved=0))
+    lost = round_of(moved=0, lost=1)
+    rounds.take(lost)
+    path.write_text(json.dumps(rounds.document()))
+    again = program.Rounds.read(path, options)
+    assert again.counted == [round_of(), lost]
+    assert (again.idle, again.played) == (1, 3)
+
+
+def test_rounds_are_played_until_enough_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A round with lost streams is bad, even if none of them moved."""
+    rounds = [round_of(moved=0), round_of(step_s=0.1), round_of(moved=0, lost=1)]
+    place = MagicMock()
+    place.round.side_effect = rounds
+    monkeypatch.setattr(program, "arena", lambda *_, **__: nullcontext(place))
+    monkeypatch.setattr(Workload, "of", lambda *_: Workload([], 3600, []))
+    monkeypatch.setattr(program, "make_model", lambda *_: tmp_path)
+    command = ["failover", "--kills", "2", "--json", str(tmp_path / "rounds.json")]
+    monkeypatch.setattr(sys, "argv", command)
+    assert program.main() == 1
+    printed = capsys.readouterr().out
+    assert "| engines ended | 2 |" in printed
+    assert "| streams lost | 1 |" in printed
+    assert "1 more rounds, whose engine had no streams, do not count" in printed
+
+
+def test_rounds_with_other_options_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.json"
+    path.write_text(json.dumps(program.Rounds({"seed": 1}).document()))
+    with pytest.raises(SystemExit, match=r"'seed': 1.*'seed': 2"):
+        program.Rounds.read(path, {"seed": 2})
+    path.write_text('{"rounds": []}')
+    with pytest.raises(SystemExit, match="options None"):
+        program.Rounds.read(path, {"seed": 1})
 
 
 def test_what_the_connector_takes_of_a_step(tmp_path: Path) -> None:
