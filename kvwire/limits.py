@@ -196,7 +196,7 @@ DESCRIPTION_BYTES_MAX: Final = 48 * KIB
 # How long a producer's FIN may wait for a frame that can carry it, and the most FINs
 # that may wait together. The wait is a fraction of the cost of waking both sides' busy
 # loops.
-LAST_WORD_DELAY_S: Final = 0.02
+LAST_FIN_DELAY_S: Final = 0.02
 LAST_FINS_MAX: Final = 64
 # A SEGMENT_ACK waits for up to this many segments, and no longer than a FIN may wait:
 # one frame per segment would be a third of a small layer's cost. Also the most small

@@ -260,7 +260,7 @@ class LocalLane(Lane):
             return  # a callback has ended the lane
         if not there:
             raise _gone()  # the batch may contain anything
-        wire.say(LocalMessageType.READ, read_so_far(self._incoming.count))
+        wire.send(LocalMessageType.READ, read_so_far(self._incoming.count))
         for landing in whole:
             handler.payload_received(self, landing)
             if self._handler is None:  # the lane has ended

@@ -160,7 +160,7 @@ class SentPayloads:
             sent = self._later.popleft()
             self.queued_bytes -= sent.payload.nbytes
             assert self._arenas is not None
-            self._arenas.wire.say(LocalMessageType.PLACED, descriptor)
+            self._arenas.wire.send(LocalMessageType.PLACED, descriptor)
 
     def read(self, body: bytes) -> list[object]:
         """Handle the peer's report of read payloads; return their tokens.

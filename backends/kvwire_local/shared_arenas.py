@@ -49,6 +49,6 @@ class SharedArenas:
         if number is None:
             number = len(self._shared)
             body = ARENA_BODY.pack(number)
-            self.wire.say(LocalMessageType.ARENA, body, arena.fileno())
+            self.wire.send(LocalMessageType.ARENA, body, arena.fileno())
             self._shared[arena.serial] = number  # bounded: ARENAS_MAX
         return number

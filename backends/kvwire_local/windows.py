@@ -136,7 +136,7 @@ class ExposedWindows:
         if self._arenas is None:
             self._early[number] = None  # bounded: WINDOWS_MAX
         else:
-            self._arenas.wire.say(LocalMessageType.CONCEALED, _NUMBER.pack(number))
+            self._arenas.wire.send(LocalMessageType.CONCEALED, _NUMBER.pack(number))
 
     def _way(self, memory: WindowMemory, arenas: SharedArenas) -> tuple[_Kind, bytes]:
         """Share a window's memory with the peer, and return the reading method.
@@ -371,7 +371,7 @@ class LocalWindowReader(WindowReader):
 
 
 def _announce(arenas: SharedArenas, number: int, kind: _Kind, body: bytes) -> None:
-    arenas.wire.say(LocalMessageType.WINDOW, _HEAD.pack(number, kind) + body)
+    arenas.wire.send(LocalMessageType.WINDOW, _HEAD.pack(number, kind) + body)
 
 
 def _arenas_of(memory: WindowMemory) -> list[Arena] | None:

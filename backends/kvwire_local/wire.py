@@ -86,7 +86,7 @@ class LocalWire:
         """Return whether records wait for room; if so, call ``send_rest``."""
         return bool(self._unsent)
 
-    def say(self, kind: LocalMessageType, body: bytes, fd: int = -1) -> None:
+    def send(self, kind: LocalMessageType, body: bytes, fd: int = -1) -> None:
         """Send one record, now or when there is room; records keep their order."""
         record = _HEAD.pack(kind, len(body)) + body
         if fd >= 0:

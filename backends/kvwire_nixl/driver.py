@@ -428,7 +428,7 @@ class NixlDriver:
         self._page.memory[:WORD_BYTES] = bytes(WORD_BYTES)
         if self._word_handle is not None:
             with contextlib.suppress(KVWireError):
-                self.agent.tell(self._proofs.note(BYE))
+                self.agent.send_note(self._proofs.note(BYE))
         began = time.monotonic()
         warned = False
         for read in self._reading:

@@ -207,7 +207,7 @@ class NixlAgent:
         found: dict[str, list[bytes]] = self._checked("getNotifs", {}, self._plugin)
         return [note for notes in found.values() for note in notes]
 
-    def tell(self, note: bytes) -> None:
+    def send_note(self, note: bytes) -> None:
         """Send the peer a note without a read."""
         self._checked("genNotif", self._peer, note, self._plugin)
 

@@ -114,20 +114,20 @@ def _finding(name: str, key: str, settings: Path, tuned: bool) -> Finding | None
         return Finding(
             name=name,
             state="warn",
-            text=f"stays at {_said(usual)}: autotuning is off",
+            text=f"stays at {_size_and_rate(usual)}: autotuning is off",
             remedy="sysctl net.ipv4.tcp_moderate_rcvbuf=1",
         )
     if most < _BYTES_MIN:
         return Finding(
             name=name,
             state="warn",
-            text=f"at most {_said(most)}",
+            text=f"at most {_size_and_rate(most)}",
             remedy=f'sysctl net.ipv4.{key}="{low} {usual} {8 * _BYTES_MIN}"',
         )
-    return Finding(name=name, state="ok", text=f"up to {_said(most)}")
+    return Finding(name=name, state="ok", text=f"up to {_size_and_rate(most)}")
 
 
-def _said(count: int) -> str:
+def _size_and_rate(count: int) -> str:
     rate = count * 8 / _ROUND_TRIP_S / 1e9
     return f"{count / MIB:.3g} MiB, {rate:.3g} Gbit/s at a round trip of 1 ms"
 

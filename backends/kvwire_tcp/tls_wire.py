@@ -105,7 +105,7 @@ class TlsWire:
         # The kernel returned as many bytes as requested, so it may have more.
         self._kernel_has_more = False
         self._nothing_came = True
-        self._end_said = False
+        self._end_sent = False
         self._end_received = False
 
     @property
@@ -213,9 +213,9 @@ class TlsWire:
             self._unsent = memoryview(self._outgoing.read())
 
     def send_end(self) -> None:
-        if self._end_said or not self.opened:
+        if self._end_sent or not self.opened:
             return
-        self._end_said = True
+        self._end_sent = True
         self._read_ahead()
         # It also waits for the peer's end of stream, which may come later.
         with contextlib.suppress(ssl.SSLError):

@@ -508,13 +508,13 @@ class UcxLane(Lane):
         return ConnectionLost(f"ucx: the endpoint to the peer failed: {text}")
 
     def _expect(
-        self, message: int, nbytes: int, on_said: Callable[[bytes], None]
+        self, message: int, nbytes: int, on_bytes: Callable[[bytes], None]
     ) -> None:
         data = bytearray(nbytes)
 
         def done(status: int, received: int) -> None:
             if status == OK and received == nbytes and self._state is not _State.ENDED:
-                on_said(bytes(data))
+                on_bytes(bytes(data))
 
         memory = MemoryHandles(memoryview(data))
         self._worker.receive(memory, self._own.tag(message), done)

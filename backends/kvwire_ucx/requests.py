@@ -284,7 +284,7 @@ class UcxRequests:
         self._polled.append(gets)  # bounded: the readers' portions
         self.look()
 
-    def tell(self) -> None:
+    def report_ended(self) -> None:
         """Report the operations that have ended so far; later ones are left."""
         over = self.over
         self.over = []
@@ -303,7 +303,7 @@ class UcxRequests:
         self.over += [(number, binding.ERR_CANCELED, 0) for number in missing]
         for request in self._open.values():
             request.handle = 0  # the worker's destruction has freed it
-        self.tell()
+        self.report_ended()
 
     # UCX calls these two functions from inside its own functions. So they must not
     # raise; and they only record the end, since a report could post another request.

@@ -282,7 +282,7 @@ class Worker:
             self._loop.call_later(OLD_SETTLE_S if settles else 0, callback)
 
     def _report(self) -> None:
-        self.requests.tell()
+        self.requests.report_ended()
         failed = self._failed
         self._failed = []
         for number, status in failed:

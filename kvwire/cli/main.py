@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
     except BrokenPipeError:  # as in `kvwire ... | head`
         return _unread()
     except (ModuleNotFoundError, OSError) as exc:  # a missing extra, a full disk
-        print(f"kvwire: {_said(exc)}", file=sys.stderr)
+        print(f"kvwire: {_error_line(exc)}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -135,7 +135,7 @@ def _unread() -> int:
     return FAILED
 
 
-def _said(exc: ModuleNotFoundError | OSError) -> str:
+def _error_line(exc: ModuleNotFoundError | OSError) -> str:
     if isinstance(exc, ModuleNotFoundError) or not exc.strerror:
         return str(exc)
     return f"{exc.filename}: {exc.strerror}" if exc.filename else exc.strerror

@@ -203,13 +203,13 @@ class HintLog:
     """Logs the results of hints, each reason once."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def refused(self, request_id: str, reasons: Iterable[str]) -> None:
         """Log why a request's hints were refused."""
         for reason in reasons:
-            if reason not in self._said and len(self._said) < _REFUSALS_MAX:
-                self._said.add(reason)
+            if reason not in self._logged and len(self._logged) < _REFUSALS_MAX:
+                self._logged.add(reason)
                 logger.warning(
                     "request %s: hint refused: %s; the request continues without it",
                     sayable(request_id),

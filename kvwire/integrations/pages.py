@@ -140,14 +140,14 @@ class Unsaved:
     """Logs each reason for unsaved blocks once."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def note(self, request: StoreRequest) -> None:
         """Log the reasons of a finished put that did not save all blocks."""
         outcome = request.outcome
         for reason in outcome.missing.reasons if outcome else ():
-            if reason not in self._said and len(self._said) < _REASONS_MAX:
-                self._said.add(reason)
+            if reason not in self._logged and len(self._logged) < _REASONS_MAX:
+                self._logged.add(reason)
                 logger.warning("blocks were not saved: %s", reason)
 
 

@@ -20,7 +20,7 @@ If two blocks get the same content, the first keeps the name and the other has n
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvwire import limits
@@ -275,7 +275,8 @@ class BlockPool:
                 f"block {wrong} does not exist; the pool has 0 to {self.num_blocks - 1}"
             )
         if len(set(blocks)) != len(blocks):
-            twice = next(b for b in blocks if list(blocks).count(b) > 1)
+            counts = Counter(blocks)
+            twice = next(b for b in blocks if counts[b] > 1)
             raise UsageError(f"block {twice} appears twice")
 
     def _check_held(self, blocks: Sequence[int]) -> None:

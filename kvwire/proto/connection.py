@@ -31,7 +31,7 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import LAST_WORD_DELAY_S
+from kvwire.limits import LAST_FIN_DELAY_S
 from kvwire.proto.chunks import Chunk, ChunkMover
 from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, check_numbers
 from kvwire.proto.events import Ended, Outbox
@@ -624,7 +624,7 @@ class ConnectionCore:
             transfers.acknowledge()
         waits = transfers.last_fins or transfers.unhurried
         if waits and self.speak_by is None and now is not None:
-            self.speak_by = now + LAST_WORD_DELAY_S
+            self.speak_by = now + LAST_FIN_DELAY_S
         if self.lanes.unreported:
             self.lanes.acknowledge()
         if self.phase is _OPEN or self.phase not in _DELIVERING:

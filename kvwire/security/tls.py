@@ -154,7 +154,7 @@ class CredentialFiles:
         # The last logged reason why changed files are not in use.
         self._refusal = ""
         # The state that was logged last.
-        self._said: State = ""
+        self._logged: State = ""
         self._warn()
 
     def check_may_listen(self) -> None:
@@ -194,13 +194,13 @@ class CredentialFiles:
     def _warn(self) -> None:
         """Log expired or soon expiring certificates, and again if it gets worse."""
         state, text = self._credentials.trouble()
-        if state and state != self._said:
+        if state and state != self._logged:
             logger.warning(
                 "%s; peers refuse a certificate that is not valid; kvwire loads new "
                 "files without a restart",
                 text,
             )
-        self._said = state
+        self._logged = state
 
     def _look(self) -> tuple[tuple[int, int, int], ...]:
         config = self._config

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import MalformedFrame
-from kvwire.limits import LAST_WORD_DELAY_S, SEGMENTS_TOGETHER
+from kvwire.limits import LAST_FIN_DELAY_S, SEGMENTS_TOGETHER
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.records import Box, packed_mark, read_mark
 from kvwire.wire.header import FrameType, decode_header, encode_header
@@ -27,13 +27,13 @@ def test_segments_are_acknowledged_together() -> None:
         m.pair.run()
     together = tuple(range(1, SEGMENTS_TOGETHER + 1))
     assert acknowledged(m) == [together]
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     expect_fine(m.pair)
     assert acknowledged(m) == [together, (SEGMENTS_TOGETHER + 1,)]
     m.commit()
     expect_fine(m.pair)
     assert not m.over()
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     assert m.over()
 
 

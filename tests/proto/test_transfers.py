@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvwire import errors
-from kvwire.limits import LAST_FINS_MAX, LAST_WORD_DELAY_S, TRANSFERS_WAITING_MAX
+from kvwire.limits import LAST_FIN_DELAY_S, LAST_FINS_MAX, TRANSFERS_WAITING_MAX
 from kvwire.proto import events
 from kvwire.proto import transfers as module
 from kvwire.proto.records import SegmentRecord, packed_mark
@@ -57,7 +57,7 @@ def test_a_segment_that_leaves_as_soon_as_it_is_marked(kept: bool, pull: bool) -
         m.pair.run()
         assert m.content(number) == data
     expect_fine(m.pair)
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     assert m.over()
     assert m.producer.error(m.outgoing) is None
 
@@ -80,13 +80,13 @@ def test_a_transfer(pull: bool) -> None:
     assert set(calls) == {0}, "the producer learns when the link has all"
     landed = [e.segment.number for e in events_of(m.consumer, events.SegmentLanded)]
     assert sorted(landed) == [1, 2, 3]
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     said = [e.numbers for e in events_of(m.producer, events.SegmentsAcknowledged)]
     assert sorted(itertools.chain(*said)) == [1, 2, 3]
     assert m.outgoing not in m.producer.done
     m.commit()
     expect_fine(m.pair)
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     assert m.consumer.transfers[m.incoming].committed
     for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
         assert peer.error(request) is None
@@ -125,7 +125,7 @@ def test_late_frames_of_a_transfer_are_dropped() -> None:
     m = moved()
     m.mark(b"x", commit=2)
     expect_fine(m.pair)
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     m.producer.forge(FrameType.SEGMENT, control.SegmentBody(2, BOX, 5), request=1)
     m.producer.forge(FrameType.COMMIT, control.Commit(1, True), request=1)
     m.producer.forge(FrameType.FIN, control.Fin(0), request=1)
@@ -195,7 +195,7 @@ def one_landed(*, sent: bool) -> Moved:
     m = moved(in_order=False)
     m.mark(b"x")
     m.pair.run()
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     m.producer.stalled = not sent
     m.mark(b"y" * 100)
     return m
@@ -261,7 +261,7 @@ def test_a_transfer_that_is_over_is_forgotten(pull: bool) -> None:
     m.commit()
     m.pair.client.cancel(unanswered)
     expect_fine(m.pair)
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     for peer in (m.pair.client, m.pair.server):
         table = peer.core.transfers
         for request in peer.done:
@@ -316,7 +316,7 @@ def test_a_damaged_segment(committed_first: bool) -> None:
     if not committed_first:
         m.commit()
     expect_fine(m.pair)
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
         assert peer.error(request) is None
         transfer = peer.transfers[request]
@@ -339,7 +339,7 @@ def test_three_frames_after_the_answer(pull: bool) -> None:
     assert m.content(1) == b"x" * 100
     assert not events_of(m.producer, events.SegmentsAcknowledged)  # the end says it
     assert m.producer.error(m.outgoing) is None
-    m.pair.advance(LAST_WORD_DELAY_S)
+    m.pair.advance(LAST_FIN_DELAY_S)
     for peer in (m.producer, m.consumer):
         assert len(peer.core.holds) == 0
 
@@ -379,7 +379,7 @@ def test_the_last_word_rides_on_the_next_transfer(pull: bool) -> None:
     assert m.over()
     assert m.consumer.error(m.incoming) is None
     assert asked not in m.pair.client.done
-    m.pair.advance(2 * LAST_WORD_DELAY_S)
+    m.pair.advance(2 * LAST_FIN_DELAY_S)
     assert m.producer.broken is m.consumer.broken is None
 
 
@@ -520,7 +520,7 @@ def test_closing_ends_what_nobody_has_answered() -> None:
     assert m.outgoing not in pair.client.done
     m.commit()
     expect_fine(pair)
-    pair.advance(LAST_WORD_DELAY_S)
+    pair.advance(LAST_FIN_DELAY_S)
     assert pair.client.error(m.outgoing) is None
     for peer in (pair.client, pair.server):
         assert peer.ended is not None

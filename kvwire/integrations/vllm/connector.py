@@ -151,7 +151,7 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], ListeningAt]
     ) -> None:
-        self._scheduler.hear_addresses(
+        self._scheduler.set_addresses(
             {rank: found.address for rank, found in metadata.items()},
             {rank: found.serial for rank, found in metadata.items()},
         )

@@ -127,7 +127,7 @@ class SchedulerSide:
         self._references_out: dict[str, Blocks] = {}
         self._withdrawn: Blocks = {}
 
-    def hear_addresses(
+    def set_addresses(
         self,
         addresses: dict[tuple[int, int], str],
         serials: Mapping[tuple[int, int], bytes] | None = None,

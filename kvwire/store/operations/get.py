@@ -294,8 +294,8 @@ class GetOperation(Operation):
                     landed = results == LANDED
                     found = np.frombuffer(known, np.uint8) != UNKNOWN
                     # No lookup found it, so it was not evicted: it just does not exist.
-                    told = found | (results != MISSING)
-                    self._note(request, positions[told], results[told], tier)
+                    noted = found | (results != MISSING)
+                    self._note(request, positions[noted], results[noted], tier)
                 if whole or any_of(landed):
                     namespace = request.namespace
                     self.tiers.namespaces[namespace.digest] = namespace

@@ -372,7 +372,7 @@ async def test_a_lane_has_so_many_windows(in_arena: OwnersCache) -> None:
 )
 async def test_false_records_end_the_lane(kind: LocalMessageType, body: bytes) -> None:
     async with halves() as both:
-        wire_of(both).say(kind, body)
+        wire_of(both).send(kind, body)
         assert isinstance(await both.at_client.end(), ProtocolError)
 
 
@@ -383,7 +383,7 @@ async def test_arenas_that_were_never_shared(body: bytes) -> None:
     async with halves() as both:
         waiting = both.client.window(bytes(4), cache.memory)
         assert not waiting.immediate
-        wire_of(both).say(LocalMessageType.WINDOW, struct.pack("<II", 0, 1) + body)
+        wire_of(both).send(LocalMessageType.WINDOW, struct.pack("<II", 0, 1) + body)
         with pytest.raises(ProtocolError, match="arena"):
             await waiting.ready()
         with pytest.raises(ProtocolError, match="arena"):
@@ -396,7 +396,7 @@ async def test_a_descriptor_that_could_shrink_is_refused() -> None:
     async with halves() as both:
         fd = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, 64 * KIB)
-        wire_of(both).say(LocalMessageType.ARENA, struct.pack("<I", 0), fd)
+        wire_of(both).send(LocalMessageType.ARENA, struct.pack("<I", 0), fd)
         os.close(fd)
         assert "not a sealed arena" in str(await both.at_client.end())
 

@@ -39,8 +39,8 @@ def test_records_come_whole_and_in_order(ends: Ends) -> None:
     assert right.receive() == ([], True)
     bodies = [b"", b"x", bytes(DESCRIPTOR_BYTES_MAX)]
     for body in bodies:
-        left.say(LocalMessageType.PLACED, body)
-    left.say(LocalMessageType.READ, b"12345678")
+        left.send(LocalMessageType.PLACED, body)
+    left.send(LocalMessageType.READ, b"12345678")
     records, there = right.receive()
     assert there
     assert [record.body for record in records] == [*bodies, b"12345678"]
@@ -51,7 +51,7 @@ def test_records_come_whole_and_in_order(ends: Ends) -> None:
 
 def test_who_takes_some_hears_of_the_end_the_next_time(ends: Ends) -> None:
     left, right, _ = ends
-    left.say(LocalMessageType.READ, b"12345678")
+    left.send(LocalMessageType.READ, b"12345678")
     left.close()
     records, there = right.receive(all_of_it=False)
     assert [record.body for record in records] == [b"12345678"]
@@ -63,7 +63,7 @@ def test_a_full_socket_keeps_the_rest(ends: Ends) -> None:
     left, right, _ = ends
     count = 100
     for number in range(count):
-        left.say(LocalMessageType.PLACED, number.to_bytes(2, "little") * 5000)
+        left.send(LocalMessageType.PLACED, number.to_bytes(2, "little") * 5000)
     full = left.has_unsent
     heard: list[bytes] = []
     while len(heard) < count:
@@ -80,8 +80,8 @@ def test_descriptors_come_with_their_records(ends: Ends) -> None:
     files = [os.memfd_create(f"arena {number}") for number in range(3)]
     for number, file in enumerate(files):
         os.write(file, b"%d" % number)
-        left.say(LocalMessageType.READ, b"between")
-        left.say(LocalMessageType.ARENA, b"%d" % number, file)
+        left.send(LocalMessageType.READ, b"between")
+        left.send(LocalMessageType.ARENA, b"%d" % number, file)
         os.close(file)
     records, _there = right.receive()
     for record in records:
@@ -97,7 +97,7 @@ def test_descriptors_that_nobody_takes_are_closed(ends: Ends) -> None:
     left, right, _ = ends
     before = len(open_descriptors())
     file = os.memfd_create("arena")
-    left.say(LocalMessageType.ARENA, b"", file)
+    left.send(LocalMessageType.ARENA, b"", file)
     os.close(file)
     right.receive()
     assert len(open_descriptors()) == before + 1
@@ -107,7 +107,7 @@ def test_descriptors_that_nobody_takes_are_closed(ends: Ends) -> None:
 
 def test_an_end_with_unread_records_is_an_end(ends: Ends) -> None:
     left, right, _ = ends
-    right.say(LocalMessageType.READ, b"never read")
+    right.send(LocalMessageType.READ, b"never read")
     left.close()
     assert right.receive() == ([], False)
 
@@ -131,7 +131,7 @@ def test_more_descriptors_than_arenas_are_refused(ends: Ends) -> None:
     left, right, _ = ends
     file = os.memfd_create("arena")
     for _ in range(ARENAS_MAX + 1):
-        left.say(LocalMessageType.ARENA, b"", file)
+        left.send(LocalMessageType.ARENA, b"", file)
     os.close(file)
     with pytest.raises(ProtocolError, match="more records than a lane may have"):
         right.receive()

@@ -77,7 +77,7 @@ def test_a_prompt_takes_few(*, offered: bool) -> None:
         compute("the first")  # finds out once which ranks meet
         if offered:
             address = {(0, 0): worker.address}
-            scheduler.hear_addresses(address, {(0, 0): worker.serial})
+            scheduler.set_addresses(address, {(0, 0): worker.serial})
         compute("the second")  # draws random numbers for many
         assert calls(compute, "another") <= (CALLS_OF_AN_OFFER if offered else CALLS)
     finally:

@@ -235,7 +235,7 @@ class Engine:
             for name, (heads, size) in HEADS.items()
         }
         self.worker.register(self.memory)
-        self.scheduler.hear_addresses({(0, 0): self.worker.address})
+        self.scheduler.set_addresses({(0, 0): self.worker.address})
 
 
 def test_layers_of_several_shapes_in_one_table() -> None:

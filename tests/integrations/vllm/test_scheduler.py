@@ -44,7 +44,7 @@ def loads(**more: Any) -> dict[str, Any]:
 
 def side(**keys: Any) -> SchedulerSide:
     made = SchedulerSide(VllmSettings(**keys), [SHAPE], PEERS)
-    made.hear_addresses({(0, 1): "b:2", (0, 0): "a:1"})
+    made.set_addresses({(0, 1): "b:2", (0, 0): "a:1"})
     return made
 
 
@@ -81,7 +81,7 @@ def test_a_prompt_in_one_step(blocks: list[int]) -> None:
 
 def test_a_proxy_is_told_that_requests_may_have_seeds() -> None:
     scheduler = SchedulerSide(VllmSettings(), [SHAPE], PEERS, seeds=True)
-    scheduler.hear_addresses({(0, 0): "a:1"})
+    scheduler.set_addresses({(0, 0): "a:1"})
     request = Request("r", TOKENS, dict(SENDS))
     scheduler.allocated(request, [[7, 8, 9]], 0)
     scheduler.step(first_step([7, 8, 9], 10))
@@ -329,7 +329,7 @@ FULL = replace(SHAPE, name="0 full")
 def hybrid(state: CacheShape = STATE) -> SchedulerSide:
     """Blocks of four tokens: everything, a window of four, and one state."""
     made = SchedulerSide(VllmSettings(), [FULL, WINDOW, state], PEERS)
-    made.hear_addresses({(0, 0): "a:1"})
+    made.set_addresses({(0, 0): "a:1"})
     return made
 
 

@@ -43,7 +43,7 @@ class Engine:
         self.scheduler = SchedulerSide(VllmSettings(), [shape], HERE)
         places = [(s, r) for s in range(stages) for r in range(ranks)]
         sides = [worker.side for worker in self.workers]
-        self.scheduler.hear_addresses(
+        self.scheduler.set_addresses(
             {place: side.address for place, side in zip(places, sides, strict=True)},
             {place: side.serial for place, side in zip(places, sides, strict=True)},
         )
@@ -367,7 +367,7 @@ def test_what_is_published_as_before(why: str) -> None:
     engine = Engine(**settings)
     try:
         if why == "no window":
-            engine.scheduler.hear_addresses({(0, 0): engine.workers[0].side.address})
+            engine.scheduler.set_addresses({(0, 0): engine.workers[0].side.address})
         more = {"transfer_id": "t"} if why == "named" else {}
         request = Request("p", steps.TOKENS, {"do_remote_decode": True, **more})
         engine.scheduler.allocated(request, [FROM], 0)

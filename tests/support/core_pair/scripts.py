@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from kvwire.errors import RequestCancelled, WireCode
-from kvwire.limits import LAST_WORD_DELAY_S
+from kvwire.limits import LAST_FIN_DELAY_S
 from kvwire.memory.checksum import checksum
 from kvwire.proto.events import (
     Event,
@@ -135,12 +135,12 @@ def pushed(pair: ConnectionPair) -> Iterator[str]:
         _mark(client, out, data)
         client.collect()
     yield "the client marks two segments"
-    _wait(server, LAST_WORD_DELAY_S)
+    _wait(server, LAST_FIN_DELAY_S)
     yield "the server acknowledges them"
     client.core.transfers.commit(out, complete=True)
     client.collect()
     yield "the client commits"
-    _wait(client, LAST_WORD_DELAY_S)
+    _wait(client, LAST_FIN_DELAY_S)
     yield "and confirms"
 
 

@@ -30,7 +30,7 @@ class Discovery:
         self._allowed = allowed
         self._selector = selector
         # Keys of the records whose faults were logged. bounded: MEMBERS_MAX
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.refused: int = 0  # the number of unusable records
         # Called when there may be a new engine.
         self.wake: Callable[[], None] = lambda: None
@@ -60,16 +60,16 @@ class Discovery:
         key = change.record.key
         # The directory may also hold a store, or a peer other than vLLM.
         if change.kind is ChangeKind.LEFT or "http" not in change.record.labels:
-            self._said.discard(key)
+            self._logged.discard(key)
             self._fleet.left(key)
             return
         try:
             member = read_member(change.record, self._allowed)
         except UsageError as exc:
             self.refused += 1
-            if key not in self._said and len(self._said) < MEMBERS_MAX:
+            if key not in self._logged and len(self._logged) < MEMBERS_MAX:
                 logger.warning("ignored a record in %s: %s", self._directory, exc)
-                self._said.add(key)
+                self._logged.add(key)
             self._fleet.left(key)
             return
         self._fleet.joined(key, member)
