@@ -138,6 +138,19 @@ def test_credit_runs_out_and_comes_back() -> None:
     assert pair.client.send(99, SMALL) is None
 
 
+def test_receives_without_a_size_give_credit_back() -> None:
+    """Each gets its message: two at once, and more in all than the server holds."""
+    pair = ConnectionPair()
+    for number in range(0, 16, 2):
+        receives = [pair.server.recv(TAG, None) for _ in range(2)]
+        for data in (b"%d" % number, b"%d" % (number + 1)):
+            assert pair.client.send(TAG, data) is None, "there was no credit for it"
+            pair.run()
+        received = [pair.server.received(receive) for receive in receives]
+        assert received == [b"%d" % number, b"%d" % (number + 1)]
+    assert not pair.server.memory
+
+
 # --- rules
 
 
