@@ -290,7 +290,7 @@ class Messages:
             tag = arrival.header.offset
             if tag in self._unwanted:
                 self._drop(tag, waiting)
-            elif not self._met_at_once(tag, waiting):
+            else:
                 self._meet(tag)
             return
         request = arrival.request
@@ -400,29 +400,6 @@ class Messages:
                 self._hand_over(waiting, request)
             else:
                 self._refuse(waiting, request)
-
-    def _met_at_once(self, tag: int, waiting: UnreceivedMessage) -> bool:
-        """Give a whole message to a receive that has waited for it, if that is plain.
-
-        It does what ``_meet`` would do, for the only message of its tag.
-        """
-        posted = self._posted.get(tag)
-        if not posted or waiting.error or len(self._waiting[tag]) > 1:
-            return False
-        request = posted[0]
-        if request.on_device or waiting.nbytes > request.nbytes:
-            return False
-        del self._waiting[tag]
-        posted.popleft()
-        if not posted:
-            del self._posted[tag]
-        request.nbytes = waiting.nbytes
-        if self._credit.taken(waiting.nbytes):
-            self._give_credit_back()
-        request.state = _WHOLE
-        request.over = True
-        self._requests.finish(request, held=waiting.buffer)
-        return True
 
     def _refuse(self, waiting: UnreceivedMessage, request: RequestRecord) -> None:
         """Refuse a message that is over the limit of a receive without a buffer."""
