@@ -21,11 +21,9 @@ from kvwire import (
     Engine,
     KVSpec,
     PagedCache,
-    Placement,
     StoreRequest,
 )
 from kvwire.config import Config
-from kvwire.integrations.hints import Hint, HintLog
 from kvwire.kv.blocks import DEFAULT_GROUP, BlockIds, among
 from kvwire.kv.layout import AxisOrder
 from kvwire.kv.tensors import check_array
@@ -51,7 +49,6 @@ class PageStore:
         self._name = name
         self._closed = False
         self._unsaved = Unsaved()
-        self._hints = HintLog()
         self._engine, self._store = open_store("pages", tiers, write, record)
 
     def __repr__(self) -> str:
@@ -103,13 +100,6 @@ class PageStore:
         """
         get = self._store.get
         return self._engine.start(lambda _: self._landed(get, keys, pages, ids))
-
-    def carry_out(
-        self, request_id: str, hint: Hint, keys: Sequence[bytes], pages: PagedCache
-    ) -> Future[Placement | None]:
-        """Execute a request's hint on stored pages, and log the result."""
-        of = request_id, hint, self._store, keys, pages
-        return self._engine.start(lambda _: self._hints.carry_out(*of))
 
     def delete_all(self, pages: PagedCache) -> Future[int]:
         """Delete every page of this length in all tiers; the future has the count."""

@@ -165,10 +165,6 @@ class SaveQueue:
                 freed.add(one.id)
         return freed
 
-    def under_way(self, request_id: str) -> list[Future[list[int]]]:
-        """Return the running saves of freed requests' blocks."""
-        return [one.saving.over for one in self._under if one.request.id == request_id]
-
     def forget(self) -> None:
         """Drop the waiting blocks, because the store was cleared."""
         for one in [*self._waiting, *self._failing]:

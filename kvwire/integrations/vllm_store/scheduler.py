@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from kvwire.errors import UsageError
-from kvwire.integrations.hints import Hint, HintLog, hints_of
 from kvwire.integrations.vllm.identity import identity_of, tokens_say_all
 from kvwire.integrations.vllm.metadata import ScheduledRequest, scheduled_requests
 from kvwire.kv.hashing import HashScheme
@@ -32,14 +31,6 @@ Ask = Callable[[Sequence[bytes]], Future[int]]
 
 # An answer from this host takes a fraction of this; asking again costs a step.
 _PATIENCE_S: Final = 0.002
-
-
-class HintedBlocks(NamedTuple):
-    """Blocks of one request, and its orchestrator's hints for them."""
-
-    request_id: str
-    hint: Hint
-    hashes: list[bytes]
 
 
 class NamedBlocks(NamedTuple):
@@ -65,8 +56,6 @@ class StoreStep:
     fenced: set[str] = field(default_factory=set)
     # Requests that have ended; workers report when their blocks have drained.
     leaving: set[str] = field(default_factory=set)
-    # Hints for stored blocks; for an ended request's blocks, once they are saved.
-    hinted: list[HintedBlocks] = field(default_factory=list)
     idle: bool = False  # the step computes nothing; it only collects arrivals
 
 
@@ -88,7 +77,6 @@ class _Tracked:
     # was computed before the store was cleared.
     nameless: bool = False
     loading: bool = False  # whether it is loading and the workers have not reported yet
-    hints: tuple[Hint, ...] = ()  # to be executed when the request has ended
 
 
 class StoreScheduler:
@@ -105,27 +93,16 @@ class StoreScheduler:
         self._step = StoreStep()
         # Ended requests that some worker has not freed yet.
         self._leaving: set[str] = set()
-        self._log = HintLog()
 
     @property
     def waiting(self) -> bool:
         """Return whether the workers need more steps, even without computation."""
-        return bool(self._leaving or self._step.hinted)
+        return bool(self._leaving)
 
     def begun(self, request: Any) -> None:
         """Look up a new request in the store."""
-        hints = hints_of(request)
         if tokens_say_all(request):
-            tracked = self._tracked(request)
-            self._answer(tracked)
-            tracked.hints = tuple(one for one in hints.actions if not one.at_arrival)
-            self._hint(tracked, (one for one in hints.actions if one.at_arrival))
-        elif hints.actions:
-            why = "its tokens do not identify its KV"
-            self._log.refused(
-                request.request_id, (f"{one.name}: {why}" for one in hints.actions)
-            )
-        self._log.refused(request.request_id, hints.refused)
+            self._answer(self._tracked(request))
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Return how many more tokens the store has; None if that is still unknown."""
@@ -201,7 +178,6 @@ class StoreScheduler:
         self._due.pop(request.request_id, None)
         if tracked is None:
             return False
-        self._hint(tracked, tracked.hints)
         later = tracked.busy and not tracked.loading
         if later:
             self._step.leaving.add(request.request_id)
@@ -218,14 +194,6 @@ class StoreScheduler:
                 tracked.hashes = []
 
     # --- inside -----------------------------------------------------------------------
-
-    def _hint(self, tracked: _Tracked, hints: Iterable[Hint]) -> None:
-        """Pass hints to the workers, for the blocks that have hashes by now."""
-        request_id = tracked.request.request_id
-        for hint in hints:
-            part = hint.blocks(self._block_tokens, len(tracked.hashes))
-            if hashes := tracked.hashes[part]:
-                self._step.hinted.append(HintedBlocks(request_id, hint, hashes))
 
     def _tracked(self, request: Any) -> _Tracked:
         return self._requests.setdefault(request.request_id, _Tracked(request))

@@ -12,16 +12,13 @@ longer touches vLLM's memory.
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
 
 from kvwire.errors import UsageError, without_password
 from kvwire.extras import needed_by
-from kvwire.integrations.hints import Hint, HintLog, hints_of
 from kvwire.integrations.pages import PageStore
 from kvwire.integrations.vllm.release import check_release
 from kvwire.integrations.weights import weights_name
@@ -34,23 +31,6 @@ with needed_by("KvwireTier", command="pip install 'vllm<0.34'"):
 
 # vLLM 0.30 passes no back-pressure detector to a tier, and reports no job times.
 _OLDEST: Final = (0, 31)
-
-
-@dataclass(slots=True)
-class _Hinted:
-    """A request with hints, which are executed once it has ended and is saved."""
-
-    hints: tuple[Hint, ...]
-    # By key, the position after its last token.
-    ends: dict[bytes, int] = field(default_factory=dict)
-    jobs: set[int] = field(default_factory=set)  # its running stores
-    ended: bool = False
-
-    def keys_of(self, hint: Hint) -> list[bytes]:
-        """Return the keys of a hint's chunks, in token order."""
-        last = math.inf if hint.end is None else hint.end
-        mine = ((end, key) for key, end in self.ends.items())
-        return [key for end, key in sorted(mine) if hint.start < end <= last]
 
 
 class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed
@@ -101,14 +81,11 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         except BaseException:
             self._store.close()
             raise
-        self._hinted: dict[str, _Hinted] = {}
-        self._log = HintLog()
         self._jobs: dict[int, tuple[Any, Future[list[bool]]]] = {}
         # The lookups that requests wait for, by request and key.
         self._asked: dict[str, dict[bytes, Future[list[bool]]]] = {}
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
-        self._note(req_context, [key])
         asked = self._asked.setdefault(req_context.req_id, {})
         if key not in asked:
             asked[key] = self._store.present([key], self._pages)
@@ -118,9 +95,6 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         return LookupResult.HIT if there else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        hinted = self._note(job_metadata.req_context, job_metadata.keys)
-        if hinted is not None:
-            hinted.jobs.add(job_metadata.job_id)
         self._begin(job_metadata, self._store.put)
 
     def submit_load(self, job_metadata: Any) -> None:
@@ -128,27 +102,16 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
     def get_finished_jobs(self) -> Iterable[Any]:
         over = [number for number, (_, moved) in self._jobs.items() if moved.done()]
-        for number in over:
-            self._saved(self._jobs[number][0])
         return [_result(*self._jobs.pop(number), self._pages.spec) for number in over]
 
     def has_pending_work(self) -> bool:
         return bool(self._jobs)
 
     def on_new_request(self, req_context: Any) -> Any:
-        # The context has the two fields of a request that are needed here.
-        hints = hints_of(req_context)
-        self._log.refused(req_context.req_id, hints.refused)
-        if hints.actions:
-            self._hinted[req_context.req_id] = _Hinted(hints.actions)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         self._asked.pop(req_context.req_id, None)
-        hinted = self._hinted.get(req_context.req_id)
-        if hinted is not None:
-            hinted.ended = True
-            self._carry_out()
 
     def drain_jobs(self) -> None:
         """Wait until nothing touches vLLM's memory."""
@@ -163,31 +126,6 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
 
     def shutdown(self) -> None:
         self._store.close()
-
-    def _note(self, req_context: Any, keys: Iterable[Any]) -> _Hinted | None:
-        """Record the token positions at which a hinted request's keys end."""
-        hinted = self._hinted.get(req_context.req_id)
-        if hinted is not None:
-            for key in keys:
-                end = req_context.get_offload_key_position(key)
-                if end is not None:
-                    hinted.ends[bytes(key)] = end
-        return hinted
-
-    def _saved(self, job: Any) -> None:
-        """Execute an ended request's hints after its last store."""
-        hinted = self._hinted.get(job.req_context.req_id)
-        if hinted is not None:
-            hinted.jobs.discard(job.job_id)
-            self._carry_out()
-
-    def _carry_out(self) -> None:
-        for request_id, hinted in [*self._hinted.items()]:
-            if hinted.ended and not hinted.jobs:
-                del self._hinted[request_id]
-                for hint in hinted.hints:
-                    if keys := hinted.keys_of(hint):
-                        self._store.carry_out(request_id, hint, keys, self._pages)
 
     def _begin(self, job: Any, move: Any) -> None:
         keys = [bytes(key) for key in job.keys]

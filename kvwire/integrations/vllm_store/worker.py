@@ -7,7 +7,6 @@ scheduled. No block is reported as free before the store has released it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +16,6 @@ from typing import Any, Final, TypeVar
 
 from kvwire import Communicator, PagedCache
 from kvwire.errors import KVWireError, error_text
-from kvwire.integrations.hints import HintLog
 from kvwire.integrations.pages import Unsaved, open_store, require_room
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches
 from kvwire.integrations.vllm.metrics import Observed
@@ -25,11 +23,7 @@ from kvwire.integrations.vllm.worker import IDLE_WAIT_S
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
 from kvwire.integrations.vllm_store.saving import SaveQueue, Saving
-from kvwire.integrations.vllm_store.scheduler import (
-    HintedBlocks,
-    NamedBlocks,
-    StoreStep,
-)
+from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
 from kvwire.store.store import access_to
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -70,9 +64,6 @@ class StoreWorker:
         # By request, the ids of the blocks that were not loaded.
         self._loads: dict[str, Future[list[int]]] = {}
         self._errors: set[int] = set()
-        # By request, the hints that wait for its blocks to be saved.
-        self._hinted: dict[str, list[HintedBlocks]] = {}
-        self._hints = HintLog()
         self._unsaved = Unsaved()
         self._closed = False
 
@@ -101,12 +92,6 @@ class StoreWorker:
             self._saves.leave(request_id)
         if step.written:
             self._saves.add(step.written)
-        for hinted in step.hinted:
-            if hinted.request_id in step.leaving:
-                self._hinted.setdefault(hinted.request_id, []).append(hinted)
-            else:
-                self._hint(hinted, ())
-        step.hinted = []
 
     def start_loads(self) -> None:
         """Begin the loads of this step, without waiting."""
@@ -129,10 +114,6 @@ class StoreWorker:
         if self._step.idle:
             self._saves.wait_idle(self._loads.values(), IDLE_WAIT_S)
         sent = self._saves.freed()
-        for request_id in self._hinted.keys() & sent:
-            saved = self._saves.under_way(request_id)
-            for hinted in self._hinted.pop(request_id):
-                self._hint(hinted, saved)
         received = {one for one, load in self._loads.items() if load.done()}
         for request_id in received:
             self._errors.update(self._loads.pop(request_id).result())
@@ -179,21 +160,6 @@ class StoreWorker:
             logger.warning("the store did not delete its blocks: %s", exc)
             return False
         return True
-
-    def _hint(self, hinted: HintedBlocks, saved: Iterable[Future[list[int]]]) -> None:
-        """Start to execute a hint, once its blocks are saved."""
-        cache = self._cache
-        assert cache is not None, "vLLM registers its caches first"
-
-        async def run(_: Communicator) -> None:
-            for one in saved:
-                await asyncio.wrap_future(one)
-            hashes = self._of_groups(hinted.hashes)
-            await self._hints.carry_out(
-                hinted.request_id, hinted.hint, self._store, hashes, cache
-            )
-
-        self._engine.start(run)
 
     def _of_groups(self, listed: list[T]) -> dict[str, list[T]]:
         """Return the list once per cache group; all groups have the same blocks."""

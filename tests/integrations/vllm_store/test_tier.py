@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import logging
 import mmap
 import os
 import shutil
@@ -38,7 +37,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch, while it is imported
     import vllm
     import vllm.distributed.kv_transfer.kv_connector.factory  # for `plugin`
-    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
     from vllm.v1.kv_offload.base import (
         LookupResult,
         ReqContext,
@@ -133,34 +131,6 @@ def test_chunks_are_kept_and_come_back(tier: Any, memory: Any) -> None:
     assert (memory[[0, 7]] == kept).all()
     assert not tier.has_pending_work()
     assert not list(tier.get_finished_jobs())
-
-
-def test_hints_are_carried_out_once_a_request_has_ended_and_is_saved(
-    tier: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Those of vLLM's own envelope, for the chunks within their tokens."""
-    hints = KvHintsEnvelope(
-        protocol_version="0.1",
-        message_id="m",
-        actions=[
-            KvHintAction("a", "kv.demote", "0.1", {"end": 32}),
-            KvHintAction("b", "kv.evict", "0.1", {}),
-        ],
-    )
-    asks = ReqContext("h", kv_hints=hints)
-    for number, key in enumerate(KEYS):
-        asks.set_offload_key_position(key, 16 * (number + 1))
-    with caplog.at_level(logging.INFO, "kvwire.hints"):
-        tier.on_new_request(asks)
-        assert "refused: kv_hints: actions[1]: action_type='kv.evict'" in caplog.text
-        stored = TransferJob(1, KEYS[:3], np.array([3, 5, 6]), False, asks)
-        tier.submit_store(stored)
-        tier.on_request_finished(asks)
-        tier.drain_jobs()
-        assert "Placement" not in caplog.text
-        assert list(tier.get_finished_jobs())
-        done = "request h: kv.demote a: <Placement of 2 blocks: 2 done>"
-        assert eventually(lambda: done in caplog.text)
 
 
 def test_calls_come_from_any_thread(tier: Any, memory: Any) -> None:

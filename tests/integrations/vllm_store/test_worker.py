@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -17,11 +16,9 @@ import pytest
 
 from kvwire import BlockStore
 from kvwire.errors import BackendUnavailable, UsageError
-from kvwire.integrations.hints import DemoteHint
 from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import Lookup, address_file
 from kvwire.integrations.vllm_store.scheduler import (
-    HintedBlocks,
     NamedBlocks,
     StoreStep,
 )
@@ -125,25 +122,6 @@ def test_a_load_that_fails_is_told_and_ends_nothing(
         made.load()
         assert made.loaded()
         assert made.side.take_errors() == set(INTO)
-
-
-def test_a_hint_is_carried_out_once_blocks_are_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    demote = HintedBlocks("p", DemoteHint(name="kv.demote a"), HASHES)
-    done = "request p: kv.demote a: <Placement of 3 blocks: 3 done>"
-    with caplog.at_level(logging.INFO, "kvwire.hints"), worker(tmp_path) as made:
-        made.save()
-        made.side.begin_step(StoreStep(leaving={"p"}, hinted=[demote]))
-        assert eventually(lambda: made.side.finished()[0] == {"p"})
-        assert eventually(lambda: done in caplog.text)
-        made.load()
-        assert made.loaded()
-        assert made.holds()
-        # Of a request that saves nothing, at once.
-        caplog.clear()
-        made.side.begin_step(StoreStep(hinted=[demote]))
-        assert eventually(lambda: done in caplog.text)
 
 
 def test_a_fence_returns_when_the_store_has_let_go(tmp_path: Path) -> None:

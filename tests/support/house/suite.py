@@ -59,10 +59,8 @@ CHECKS = (
         name="tests do not sleep",
         over=_TESTS,
         # Programs that people run: a benchmark pauses between its measurements, and a
-        # soak between its faults. A slow network is slow, planted mistakes take time,
-        # and agents wait for their tools.
+        # soak between its faults. A slow network is slow, planted mistakes take time.
         beyond=(
-            "tests/programs/agents/",
             "tests/programs/bench/",
             "tests/programs/first_token/times.py",
             "tests/programs/soak/",
@@ -86,8 +84,6 @@ CHECKS = (
             "stands for an engine, whose tokens take time",
             "tests/support/engines/fake_engine.py::complete.<locals>.events": "it "
             "is a stream of such tokens",
-            "tests/programs/verbs/engines.py::_pause": "an engine tells nobody that it "
-            "has sent all that it saves",
             "tests/programs/scale.py::connections": "what connections do while "
             "nothing else happens is what it measures",
         },
