@@ -30,11 +30,6 @@ from kvwire.store.server.orders import StoreOrders
 from kvwire.types import in_bytes, read_bytes
 
 app: App = App(name="store")
-app.command(
-    "kvwire.cli.replay:replay",
-    name="replay",
-    help="Run a trace of block hashes through tiers, in virtual time.",
-)
 store_verbs.add_to(app)
 
 
@@ -113,7 +108,6 @@ def serve(
     write: Literal["through", "back"] = "through",
     metrics: str = "",
     announcement: AnnounceOptions = _ANNOUNCEMENT,
-    record: str = "",
 ) -> None:
     """Serve a store to other processes, which open it as the tier kvwire://HOST:PORT.
 
@@ -134,14 +128,10 @@ def serve(
             (Prometheus) and /health for anyone; /kv/pin and the other verbs, and the
             page /top, for clients with a key. Needs the extra `metrics`.
         announcement: The directory in which clients find it.
-        record: Record all block requests in a new file in this folder, for `kvwire
-            store replay`: --record 'traces?size=1GiB'.
     """
     settings = access.settings | announcement.settings
     settings["berth_bytes"] = _berth_bytes(berth)
-    opening = kvwire.BlockStore.open(
-        tier, write=write, tenants=access.tenant, record=record
-    )
+    opening = kvwire.BlockStore.open(tier, write=write, tenants=access.tenant)
     _run(_serve(listen, tier, opening, metrics, settings), listen)
 
 

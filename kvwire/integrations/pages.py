@@ -44,12 +44,11 @@ class PageStore:
         *,
         write: Write = "through",
         name: str = "",
-        record: str = "",
     ) -> None:
         self._name = name
         self._closed = False
         self._unsaved = Unsaved()
-        self._engine, self._store = open_store("pages", tiers, write, record)
+        self._engine, self._store = open_store("pages", tiers, write)
 
     def __repr__(self) -> str:
         return f"<PageStore {self._store!r}>"
@@ -142,12 +141,12 @@ class Unsaved:
 
 
 def open_store(
-    name: str, tiers: Sequence[str], write: Write, record: str = ""
+    name: str, tiers: Sequence[str], write: Write
 ) -> tuple[Engine, BlockStore]:
     """Open a store on a new engine, which is closed if opening fails."""
 
     async def opened(_: Communicator) -> BlockStore:
-        return await BlockStore.open(tiers, write=write, record=record)
+        return await BlockStore.open(tiers, write=write)
 
     engine = Engine(Config(name=name))
     try:

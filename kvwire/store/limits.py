@@ -109,10 +109,6 @@ STORE_TOUCHES_MAX: Final = 4 * STORE_KEYS_MAX
 # Reads in place are reported this long after the first of them. A server that has room
 # for a few seconds of puts evicts none of these blocks earlier.
 STORE_TOUCHES_S: Final = 0.2
-# The size of all recordings in one directory: 10 bytes per requested block.
-STORE_RECORD_BYTES: Final = 1 * GIB
-# The most matches without a recorded get: one for each of an engine's waiting prompts.
-STORE_RECORD_CHAINS: Final = 256
 # The first and the longest pause between checks whether a server's memory is mapped.
 STORE_LOOK_S: Final = 0.01
 STORE_LOOK_S_MAX: Final = 10.0

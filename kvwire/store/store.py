@@ -54,7 +54,6 @@ from kvwire.store.operations.group_request import (
 )
 from kvwire.store.operations.put import PutOperation
 from kvwire.store.placement import leading
-from kvwire.store.recorder import Recorder
 from kvwire.store.request import StoreRequest
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import TURN_BYTES, Threads
@@ -85,7 +84,6 @@ class BlockStore(StoreManagement):
         below: Sequence[Tier],
         write: Write,
         tenants: Tenants | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
         memory.require("slab", "evict", "populate")
         nbytes = memory.size(memory.place)
@@ -103,7 +101,6 @@ class BlockStore(StoreManagement):
             tenants=tenants,
             name=self._name,
         )
-        self._tiers.recorder = recorder
         self._live: dict[asyncio.Future[Any], Operation] = {}
         self._calls = set()
         # The close functions of this store's servers.
@@ -125,7 +122,6 @@ class BlockStore(StoreManagement):
         *,
         write: Write = "through",
         tenants: Sequence[str] = (),
-        record: str = "",
     ) -> OpeningStore:
         """Open a store: ``await`` it, or use it as ``async with``.
 
@@ -139,15 +135,12 @@ class BlockStore(StoreManagement):
             tenants: The tenants that share the store, such as
                 ``"acme?disk=100GiB&ttl=3600"``; see
                 :class:`kvwire.store.tenants.Tenant`.
-            record: A directory for a recording of the requested blocks, which ``kvwire
-                store replay`` can read, such as ``"traces?size=1GiB"``. Recording stops
-                when the directory reaches that size. Empty for no recording.
 
         Raises:
             UsageError: A tier or tenant cannot be parsed, or cannot be used.
             BackendUnavailable: The library for a tier or its codec is missing.
         """
-        return OpeningStore(tiers, write, tenants, record)
+        return OpeningStore(tiers, write, tenants)
 
     def __repr__(self) -> str:
         state = (
@@ -221,8 +214,6 @@ class BlockStore(StoreManagement):
             if name in namespaces:
                 keys = keys_of(listed, namespaces[name])
                 found[name] = leading(await self._tiers.find(keys))
-                if (recorder := self._tiers.recorder) is not None:
-                    recorder.matched(keys, found[name], namespaces[name])
         return found if isinstance(hashes, Mapping) else next(iter(found.values()))
 
     @yields_before_raising
@@ -435,8 +426,6 @@ class BlockStore(StoreManagement):
         while self._open:
             # A tier releases its resources even if its close is cancelled.
             await self._open.pop(0).close()
-        if self._tiers.recorder is not None:
-            self._tiers.recorder.close()
         # First, because a thread holds its copied blocks until it has finished.
         self._threads.close()
         self._tiers.memory.close()
@@ -602,9 +591,7 @@ class OpeningStore(Opening):
         tiers: Sequence[str],
         write: Write,
         tenants: Sequence[str],
-        record: str = "",
     ) -> None:
-        self._record = record
         self._tenants = Tenants(tenants)
         if write not in ("through", "back"):
             hint = nearest(write, ("through", "back"))
@@ -658,10 +645,7 @@ class OpeningStore(Opening):
             memory = self._tiers[0]
             populate = memory.choice("populate", ("yes", "no"), "no") == "yes"
             try:
-                recorder = Recorder(self._record) if self._record else None
-                if recorder is not None:
-                    opened.callback(recorder.close)
-                store = BlockStore(memory, below, self._write, self._tenants, recorder)
+                store = BlockStore(memory, below, self._write, self._tenants)
             except MemoryError as exc:
                 raise UsageError(
                     f"tier {memory.text!r}: this machine cannot allocate it: {exc}"

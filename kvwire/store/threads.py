@@ -21,14 +21,9 @@ TURN_BYTES: Final = 1 * MIB
 
 
 class Threads:
-    """Runs the work of one store on a few threads, started when first needed.
+    """Runs the work of one store on a few threads, started when first needed."""
 
-    Args:
-        inline: Run everything in the caller's turn instead; for brief work.
-    """
-
-    def __init__(self, *, inline: bool = False) -> None:
-        self._inline = inline
+    def __init__(self) -> None:
         self.devices: DeviceCopies = DeviceCopies()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvwire-store")
 
@@ -38,8 +33,6 @@ class Threads:
         Cancel safety: the function is finished first, since a copying thread cannot be
         stopped; then the cancellation is raised.
         """
-        if self._inline:
-            return function()
         loop = asyncio.get_running_loop()
         return await run_to_completion(loop.run_in_executor(self._pool, function))
 

@@ -23,7 +23,6 @@ from kvwire.store.placement import (
     Verb,
     VerbKind,
 )
-from kvwire.store.recorder import Recorder
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
@@ -49,10 +48,8 @@ class TierStack:
         threads: Threads,
         tenants: Tenants | None = None,
         name: str = "memory",
-        memory: type[MemoryTier] = MemoryTier,
     ) -> None:
         self.name = name
-        self.recorder: Recorder | None = None
         self.tenants: Tenants = Tenants() if tenants is None else tenants
         self.by_tenant: tuple[StoreCounters, ...] = tuple(
             StoreCounters() for _ in self.tenants.listed
@@ -62,7 +59,7 @@ class TierStack:
         self.moving_bytes: Ids = np.zeros(len(self.tenants) + 1, np.int64)
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
-        self.memory: MemoryTier = memory(
+        self.memory: MemoryTier = MemoryTier(
             index, self._demote if below else None, ahead=not through
         )
         self.threads = threads
@@ -144,8 +141,6 @@ class TierStack:
         count = int(keys.size)
         for counters in self.counters_of(namespace):
             counters.get_ended(nbytes, there=count, blocks=count)
-        if self.recorder is not None:
-            self.recorder.called("get", keys, namespace)
 
     def counters_of(self, namespace: Namespace) -> tuple[StoreCounters, ...]:
         """Return the counters for a call in some namespace."""
@@ -264,8 +259,6 @@ class TierStack:
 
         Cancel safety: safe, it may be called again.
         """
-        if self.recorder is not None:
-            self.recorder.named("delete", keys, self.namespaces)
         for _ in range(_ROUNDS if self.below else 1):
             await self.memory.delete(keys)
             await gather_all(*(tier.delete(keys) for tier in self.below))

@@ -38,33 +38,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return running
 
 
-async def test_a_trace_is_replayed(tmp_path: Path, run: Run) -> None:
-    trace = tmp_path / "trace.jsonl"
-    line = '{{"timestamp": {}, "input_length": 1, "output_length": 1, "hash_ids": {}}}'
-    prompts = [[0, 1, 2], [0, 1, 3], [0, 1, 2, 4]]
-    lines = [line.format(at * 1000, prompt) for at, prompt in enumerate(prompts)]
-    trace.write_text("\n".join(lines))
-    tiers = ("--tier", "memory:1MiB", "--tier", "disk:x?size=2MiB")
-    asked = ("replay", str(trace), *tiers, "--block", "64KiB")
-    picture = tmp_path / "course.svg"
-    status, out, _ = await run(*asked, "--plot", str(picture))
-    assert status == 0
-    assert "3 lines with 10 blocks, in 2.0 s of the trace" in out
-    assert "hit rate 50.00%: 5 of 10 requested blocks" in out
-    assert "blocks evicted in a second" in picture.read_text()
-    status, out, _ = await run(*asked, "--json", "--unit", "s")
-    report = msgspec.json.decode(out)
-    assert (report["hit_blocks"], report["span_s"]) == (5, 2000.0)
-    assert [tier["blocks"] for tier in report["tiers"]] == [5, 5]
-    status, _, said = await run("replay", str(trace), *tiers)
-    assert status == CALLED_WRONG
-    assert "does not give the block size" in said
-    status, _, said = await run(*asked, "--plot", "course.gif")
-    assert "the name must end in .svg, .png, .pdf" in said
-    status, _, said = await run("replay", "none.jsonl", *tiers)
-    assert "none.jsonl: No such file" in said
-
-
 async def test_tenants_are_shown_and_deleted(tmp_path: Path, run: Run) -> None:
     tenant = f"acme?quota=1MiB&key={tmp_path}/acme"
     for name in ("acme", "all"):

@@ -74,18 +74,17 @@ async def test_what_was_put_is_got() -> None:
 
 async def test_no_blocks_are_an_empty_result(tmp_path: Path) -> None:
     tiers = [*MEMORY, f"disk:{tmp_path}?size=1MiB"]
-    for record in ("", str(tmp_path / "trace")):
-        async with BlockStore.open(tiers, record=record) as store:
-            for call in (store.put, store.get):
-                request = call([], Filled().cache, [])
-                outcome = await request
-                await request.drained()
-                assert outcome.complete
-                assert (outcome.usable_tokens, len(outcome.landed)) == (0, 0)
-                assert outcome.missing == {}
-                # Another time, with the plan of the first.
-                assert (await call([], Filled().cache, [])).complete
-            assert await store.match([]) == 0
+    async with BlockStore.open(tiers) as store:
+        for call in (store.put, store.get):
+            request = call([], Filled().cache, [])
+            outcome = await request
+            await request.drained()
+            assert outcome.complete
+            assert (outcome.usable_tokens, len(outcome.landed)) == (0, 0)
+            assert outcome.missing == {}
+            # Another time, with the plan of the first.
+            assert (await call([], Filled().cache, [])).complete
+        assert await store.match([]) == 0
 
 
 async def test_a_call_of_known_size_plans_nothing_anew(

@@ -9,7 +9,6 @@ nobody asks for again.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Final
 import numpy as np
 
 from kvwire.store.eviction import EVICTIONS
-from kvwire.store.replay import Replay
-from kvwire.store.tiers.slabs import GRAIN_BYTES
-from kvwire.store.trace import TraceLine
+from kvwire.store.index import Index
+from kvwire.store.keys import as_keys
+from kvwire.store.placement import leading
+from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs
 
 Prompts = Iterable[list[int]]
 _SLAB_BLOCKS: Final = 16
@@ -43,19 +43,26 @@ def agents(*, scans: bool, prompts: int = 3_000) -> Iterator[list[int]]:
 
 def hit_share(evict: str, blocks: int, prompts: Prompts) -> float:
     """The share of blocks that were there when a prompt asked for its prefix."""
-    nbytes = -(-blocks // _SLAB_BLOCKS) * _SLAB_BLOCKS * GRAIN_BYTES
-    tier = f"memory:{nbytes}B?slab={_SLAB_BLOCKS * GRAIN_BYTES}B&evict={evict}"
-    replay = Replay([tier], block_bytes=GRAIN_BYTES)
-
-    async def play() -> None:
-        for prompt in prompts:
-            line = TraceLine(
-                timestamp=0, input_length=0, output_length=0, hash_ids=prompt
-            )
-            await replay.play(line)
-
-    asyncio.run(play())
-    return replay.report().hit_rate
+    slabs = Slabs(-(-blocks // _SLAB_BLOCKS), _SLAB_BLOCKS * GRAIN_BYTES)
+    index = Index(slabs, evict)
+    asked = hits = 0
+    for prompt in prompts:
+        keys = as_keys(b"%d" % block for block in prompt)
+        slots = index.find(keys)
+        there = leading(slots >= 0)
+        asked += keys.size
+        hits += there
+        index.touch(keys[:there], slots[:there])
+        lacking = keys[there:][slots[there:] < 0]
+        # The tail first: where a chain has no room, its head is what stays.
+        while lacking.size:
+            needed = lacking.size - slabs.free(GRAIN_BYTES)
+            index.evict(GRAIN_BYTES, max(0, needed))
+            taken = index.take(GRAIN_BYTES, lacking.size)
+            index.name(lacking[-taken.size :], taken)
+            index.unpin(lacking[-taken.size :], taken)
+            lacking = lacking[: -taken.size]
+    return hits / asked
 
 
 def of_file(path: Path) -> list[list[int]]:

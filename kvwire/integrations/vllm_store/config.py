@@ -24,8 +24,6 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
             from the files' content.
         save_hold_s: How long an ended request's blocks are held for a slow store.
         lookup_timeout_s: After this time the store counts as lacking the prompt.
-        record: Where to record which blocks are requested, as in
-            :meth:`kvwire.BlockStore.open`; "" for nowhere.
         untested_vllm: Start even if kvwire was not tested with this release of vLLM.
     """
 
@@ -34,7 +32,6 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str = ""
     save_hold_s: Seconds = 2.0
     lookup_timeout_s: Seconds = 5.0
-    record: str = ""
     untested_vllm: bool = False
 
     def __post_init__(self) -> None:

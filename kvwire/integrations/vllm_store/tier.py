@@ -42,7 +42,6 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         tier_type: The name that vLLM uses.
         tiers: As in :meth:`kvwire.BlockStore.open`.
         write: As in :meth:`kvwire.BlockStore.open`.
-        record: As in :meth:`kvwire.BlockStore.open`.
         name: Distinguishes models and layouts; engines that share a store use the same
             name. By default it is derived from weights, layout and ranks.
         backpressure_detector: vLLM's own detector.
@@ -53,7 +52,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
     # Jobs end at any time; vLLM looks for ended ones once per step.
     tolerates_off_thread_polling: ClassVar[bool] = False
 
-    def __init__(  # noqa: PLR0913, PLR0917 - each is a key of the tier
+    def __init__(
         self,
         offloading_spec: Any,
         primary_kv_view: memoryview,
@@ -61,7 +60,6 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         tiers: Sequence[str],
         write: Write = "through",
         name: str = "",
-        record: str = "",
         backpressure_detector: Any = None,
         untested_vllm: bool = False,
     ) -> None:
@@ -74,7 +72,7 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
             "kvwire_tiers": " ".join(map(without_password, tiers)),
             "kvwire_write": write,
         }
-        self._store = PageStore(tiers, write=write, name=name, record=record)
+        self._store = PageStore(tiers, write=write, name=name)
         self._pages = self._store.pages(primary_kv_view)
         try:
             self._store.require_room(self._pages)

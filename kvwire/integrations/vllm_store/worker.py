@@ -45,9 +45,7 @@ class StoreWorker:
         self._rank = shapes[0].rank
         self._file = file
         tiers = settings.tiers_of(self._rank, shapes[0].ranks)
-        self._engine, self._store = open_store(
-            "vllm-store", tiers, settings.write, settings.record
-        )
+        self._engine, self._store = open_store("vllm-store", tiers, settings.write)
         access = access_to(self._store)
         self._devices = access.devices
         self._memory_bytes = access.tiers.memory.counts.size_bytes

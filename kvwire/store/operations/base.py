@@ -140,9 +140,6 @@ class Operation(ABC):
             landed_bytes += count * request.namespace.image_bytes
         for counters in self.tiers.counters_of(self._requests[0].namespace):
             self.count(counters, landed_bytes, landed)
-        if (recorder := self.tiers.recorder) is not None:
-            for request in self._requests:
-                recorder.called(self.verb, request.keys, request.namespace)
         return None if self.asked is None else self._outcome(*self.asked)
 
     def _outcome(

@@ -236,9 +236,6 @@ class ClientSession:
         self._tiers.touch(keys)
         self._read_bytes += request.read_bytes
         self._tiers.read_in_place(request.read_blocks, request.read_bytes)
-        if (recorder := self._tiers.recorder) is not None:
-            verb = "get" if request.read_blocks else "touch"
-            recorder.named(verb, keys, self._tiers.namespaces)
 
     async def _finish(self, answer: Awaitable[object]) -> None:
         """Wait until a request is answered, or else drop the client."""
