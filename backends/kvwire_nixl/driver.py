@@ -34,7 +34,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 
@@ -73,25 +73,11 @@ _THEIRS: Final = 64
 
 
 class NixlRead:
-    """A read of one of the peer's payloads, or of a part of its window.
+    """A read of one of the peer's payloads."""
 
-    Attributes:
-        stage: A "payload" is reported once the peer is known to have been alive after
-            it. The "bytes" of a window are not reported, and its "generations" are read
-            after all earlier reads have ended.
-    """
+    __slots__ = ("handle", "is_direct", "landing", "place", "slot")
 
-    __slots__ = ("handle", "is_direct", "landing", "place", "slot", "stage")
-
-    def __init__(
-        self,
-        landing: Landing,
-        place: NixlPlace,
-        *,
-        is_direct: bool,
-        stage: Literal["payload", "bytes", "generations"] = "payload",
-    ) -> None:
-        self.stage: Literal["payload", "bytes", "generations"] = stage
+    def __init__(self, landing: Landing, place: NixlPlace, *, is_direct: bool) -> None:
         self.landing: Landing = landing
         self.place: NixlPlace = place
         self.is_direct: bool = is_direct  # whether NIXL may write to the landing itself
@@ -188,7 +174,7 @@ class NixlDriver:
     def read(self, reads: list[NixlRead], offered: int = 0) -> None:
         """Add reads; ``offered`` is the total of payloads offered to the peer."""
         with self._changed:
-            self._inbox += reads  # bounded: LANE_PAYLOADS_MAX, and windows' batches
+            self._inbox += reads  # bounded: LANE_PAYLOADS_MAX
             self._offered = max(self._offered, offered)
             self._changed.notify()
 
@@ -297,8 +283,6 @@ class NixlDriver:
     def _post_reads(self) -> bool:
         posted = False
         while self._waiting and len(self._reading) < READS_MAX and not posted:
-            if self._reading and self._waiting[0].stage == "generations":
-                break
             read = self._waiting.popleft()
             self._reading.append(read)  # bounded: READS_MAX
             self._post(read)
@@ -343,10 +327,7 @@ class NixlDriver:
                 self._slots.give_back(read.slot)
             self._reading.popleft()
             moved = True
-            if read.stage == "payload":
-                self._read.append(read)  # bounded: LANE_PAYLOADS_MAX
-            elif read.stage == "generations":
-                self._completions.put([read.landing])
+            self._read.append(read)  # bounded: LANE_PAYLOADS_MAX
         return moved
 
     def _confirm(self) -> bool:

@@ -23,13 +23,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import weakref
 from collections import deque
 from collections.abc import Callable
 
 from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
-from kvwire.backend.window import WindowMemory, WindowReader
 from kvwire.errors import BackendUnavailable, KVWireError
 from kvwire.limits import KIB, MIB
 from kvwire.memory.copy import as_fragments, copy
@@ -38,12 +36,6 @@ from kvwire_nixl import library
 from kvwire_nixl.driver import NixlDriver, NixlRead
 from kvwire_nixl.ranges import NixlRange, NixlSlot, NixlSlots, Ranges
 from kvwire_nixl.settings import parse
-from kvwire_nixl.windows import (
-    Exposed,
-    NixlWindow,
-    WindowLanding,
-    read_description,
-)
 from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
 
 _log = logging.getLogger("kvwire.nixl")
@@ -71,12 +63,10 @@ class NixlLane(Lane):
 
     _ranges: Ranges
     _slots: NixlSlots
-    _exposed: Exposed
 
     bytes_min = _BYTES_MIN
     span_bytes = _SPAN_BYTES
     window_bytes = _WINDOW_BYTES
-    reads_windows = True
 
     def __init__(
         self, context: LaneContext, on_ended: Callable[[NixlLane], None]
@@ -104,10 +94,6 @@ class NixlLane(Lane):
         )
         self._bootstrap = self._own.encode()
         self._exposes = settings.exposes_caches
-        self._windows = context.windows
-        # A reader that was collected has no read in flight, because its landings would
-        # reference it.
-        self._readers: weakref.WeakSet[NixlWindow] = weakref.WeakSet()
         # The agent's metadata, which the client's bootstrap could not contain; sent
         # with its first payload.
         self._unsent: tuple[bytes, ...] = ()
@@ -172,7 +158,6 @@ class NixlLane(Lane):
         self._agent = self._driver.agent
         self._ranges = Ranges(self._agent)
         self._slots = NixlSlots(self._agent)
-        self._exposed = Exposed(self._agent, self._proofs)
         full = self._driver.own.encode()
         if self._role is Role.SERVER:
             self._bootstrap = full
@@ -273,9 +258,6 @@ class NixlLane(Lane):
             if self._ending or self._handler is None:
                 return
             self._received_bytes += landing.length
-            if isinstance(landing, WindowLanding):
-                landing.arrived()
-                continue
             self._report(self._handler.payload_received, landing)
 
     def _give_back_copied(self) -> None:
@@ -299,47 +281,6 @@ class NixlLane(Lane):
         offer.token = None
         if token is not None and not self._ending and self._handler is not None:
             self._report(self._handler.payload_sent, token)
-
-    # --- windows ----------------------------------------------------------------------
-
-    def expose(self, memory: WindowMemory) -> bytes:
-        self._require_trust()
-        if not self._exposes:
-            raise BackendUnavailable(
-                'nixl: expose="staging" tells the peer of copies alone; windows need '
-                'expose="caches"'
-            )
-        own = self._driver.own
-        return self._exposed.expose(memory, own.word, own.metadata)
-
-    def conceal(self, memory: WindowMemory) -> None:
-        if self._handler is not None:
-            self._exposed.conceal(memory)
-
-    def window(self, description: bytes, memory: WindowMemory) -> WindowReader:
-        self._require_trust()
-        ranges, place = read_description(self._proofs, description, memory)
-        reader = NixlWindow(self._driver, self._ranges, ranges)
-        self._readers.add(reader)
-        # This read only loads the description of the memory, which has to come first.
-        learns = NixlRead(Landing(0, None), place, is_direct=False, stage="bytes")
-        self._driver.read([learns])
-        return reader
-
-    def _require_trust(self) -> None:
-        """Refuse windows if the settings or the lane's state do not allow them.
-
-        Raises:
-            BackendUnavailable: Windows are not allowed.
-        """
-        if self._windows != "peers":
-            raise BackendUnavailable(
-                f"nixl: one_sided_windows={self._windows!r}, and NIXL cannot prove "
-                f'whose process the peer is; set one_sided_windows="peers" on both '
-                f"sides if every peer may read all of a window"
-            )
-        if self._ending or self._closing or self._handler is None:
-            raise BackendUnavailable("nixl: the lane is not open")
 
     # --- ending -----------------------------------------------------------------------
 
@@ -367,8 +308,6 @@ class NixlLane(Lane):
             return
         self._ending = True
         self._error = error
-        for reader in self._readers:
-            reader.close()
         self._driver.end(error)
         if not self._started:
             self._loop.call_soon(self._gone, error)
@@ -380,9 +319,6 @@ class NixlLane(Lane):
         self._offers.clear()
         self._copied.clear()
         self._reads.clear()
-        for reader in self._readers:
-            reader.fail(self._error)
-        self._readers.clear()
         self.ended.set_result(None)
         self._on_ended(self)
         handler = self._handler

@@ -107,7 +107,7 @@ class WindowReader(ABC):
     """
 
     way: str
-    """How it reads, for reports: "mapped", "process_vm_readv", "ucx", "nixl"."""
+    """How it reads, for reports: "mapped", "process_vm_readv", "ucx"."""
     immediate: bool
     """Whether ``read`` is over when it returns; otherwise it returns a future.
 

@@ -1,4 +1,4 @@
-"""Windows over lanes that get ranges of memory: UCX and NIXL, from another process."""
+"""Windows over UCX, whose lanes get ranges of memory, from another process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from kvwire.errors import ConnectionLost
-from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx import support as ucx
 from tests.backends.window_owner import BLOCKS, Owner, owner
 from tests.support.pairs import turns, until
@@ -20,15 +19,12 @@ from tests.support.pairs import turns, until
 BELIEVED_MAX = 200_000
 
 
-@pytest.fixture(
-    params=[
-        pytest.param("ucx", marks=ucx.needs_reading),
-        pytest.param("nixl", marks=needs_nixl),
-    ]
-)
-async def there(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Owner]:
-    settings = {"TLS": ucx.SHARED_MEMORY} if request.param == "ucx" else {}
-    async with owner(request.param, settings, tmp_path) as made:
+pytestmark = ucx.needs_reading
+
+
+@pytest.fixture
+async def there(tmp_path: Path) -> AsyncIterator[Owner]:
+    async with owner("ucx", {"TLS": ucx.SHARED_MEMORY}, tmp_path) as made:
         yield made
 
 

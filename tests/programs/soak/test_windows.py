@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.backends.kvwire_nixl.support import needs_nixl
 from tests.backends.kvwire_ucx.support import needs_reading
 from tests.programs.soak.windows import WAYS, main
 
@@ -15,7 +14,6 @@ SHARES = {
     "tcp": 100_000,
     "inproc": 50_000,
     "ucx": 100_000,
-    "nixl": 100_000,
 }
 _WAYS = [
     pytest.param("mapped"),
@@ -23,7 +21,6 @@ _WAYS = [
     pytest.param("tcp"),
     pytest.param("inproc"),
     pytest.param("ucx", marks=needs_reading),
-    pytest.param("nixl", marks=needs_nixl),
 ]
 FOUND = "0 wrong bytes, 0 late bytes"
 

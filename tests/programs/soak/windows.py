@@ -94,7 +94,6 @@ WAYS: Final = MappingProxyType(
         "ucx": Way(
             "ucx", False, "ucx", 2e-5, 16, {"ucx": {"TLS": "posix,sysv,cma,self,tcp"}}
         ),
-        "nixl": Way("nixl", False, "nixl", 2e-5),
     }
 )
 

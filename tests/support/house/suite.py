@@ -84,8 +84,6 @@ CHECKS = (
             "stands for an engine, whose tokens take time",
             "tests/support/engines/fake_engine.py::complete.<locals>.events": "it "
             "is a stream of such tokens",
-            "tests/programs/scale.py::connections": "what connections do while "
-            "nothing else happens is what it measures",
         },
     ),
     check.Check(
