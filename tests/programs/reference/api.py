@@ -156,12 +156,12 @@ TOPICS: Final = (
         "Move a running request",
         "[How to move one](../../howto/migrate.md).",
         (
-            "kvwire.integrations.migration.migrate",
-            "kvwire.integrations.migration.Migration",
-            "kvwire.integrations.migration.MigrationTarget",
-            "kvwire.integrations.migration.RunningRequest",
-            "kvwire.integrations.migration.Written",
-            "kvwire.integrations.migration.Arrival",
+            "kvwire.migration.migrate",
+            "kvwire.migration.Migration",
+            "kvwire.migration.MigrationTarget",
+            "kvwire.migration.RunningRequest",
+            "kvwire.migration.Written",
+            "kvwire.migration.Arrival",
         ),
     ),
     Topic(

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.integrations.migration import MigrationTarget, migrate
-from kvwire.integrations.migration.limits import MIGRATIONS_MAX
-from kvwire.integrations.migration.messages import (
+from kvwire.migration import MigrationTarget, migrate
+from kvwire.migration.limits import MIGRATIONS_MAX
+from kvwire.migration.messages import (
     MIGRATION_TAG,
     Handover,
     Message,
@@ -20,7 +20,7 @@ from kvwire.integrations.migration.messages import (
     Withdrawal,
     encode,
 )
-from tests.integrations.migration.engines import SIZE, Host, Request, engines
+from tests.migration.engines import SIZE, Host, Request, engines
 from tests.support.caches import SPEC, Memory
 from tests.support.pairs import Pair, connected, until
 

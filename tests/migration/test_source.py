@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.integrations.migration import migrate
-from kvwire.integrations.migration.limits import MIGRATION_STATE_BYTES_MAX
-from tests.integrations.migration.engines import BLOCKS, SIZE, Host, Request, engines
+from kvwire.migration import migrate
+from kvwire.migration.limits import MIGRATION_STATE_BYTES_MAX
+from tests.migration.engines import BLOCKS, SIZE, Host, Request, engines
 from tests.support.caches import LAYERS, SPEC, same
 from tests.support.pairs import Pair, connected, until
 

@@ -21,13 +21,14 @@ from typing import Any, Final, Literal, Protocol
 
 from kvwire import Connection, Outgoing
 from kvwire.errors import KVWireError, UsageError, shown
-from kvwire.integrations.migration.limits import (
+from kvwire.kv.paged import PagedCache
+from kvwire.migration.limits import (
     MIGRATION_ROUNDS,
     MIGRATION_ROUNDS_MAX,
     MIGRATION_STATE_BYTES_MAX,
     MIGRATION_TIMEOUT_S,
 )
-from kvwire.integrations.migration.messages import (
+from kvwire.migration.messages import (
     MIGRATION_TAG,
     MOVE_BYTES,
     Handover,
@@ -37,7 +38,6 @@ from kvwire.integrations.migration.messages import (
     encode,
     transfer_id,
 )
-from kvwire.kv.paged import PagedCache
 
 
 @dataclass(frozen=True, slots=True)

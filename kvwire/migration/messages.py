@@ -12,11 +12,11 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvwire.integrations.migration.limits import (
+from kvwire.limits import KV_BLOCK_TOKENS_MAX, KV_BLOCKS_MAX, NAME_CHARS_MAX
+from kvwire.migration.limits import (
     MIGRATION_ROUNDS_MAX,
     MIGRATION_STATE_BYTES_MAX,
 )
-from kvwire.limits import KV_BLOCK_TOKENS_MAX, KV_BLOCKS_MAX, NAME_CHARS_MAX
 
 MIGRATION_TAG: Final = int.from_bytes(b"kvw-move", "big")
 """Messages of migrations have this tag; an application takes others."""

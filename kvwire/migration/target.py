@@ -13,8 +13,9 @@ import msgspec
 from kvwire import Communicator, Connection, Incoming
 from kvwire.aio import start_task
 from kvwire.errors import ConnectionClosed, UsageError, shown
-from kvwire.integrations.migration.limits import MIGRATIONS_MAX
-from kvwire.integrations.migration.messages import (
+from kvwire.kv.paged import PagedCache
+from kvwire.migration.limits import MIGRATIONS_MAX
+from kvwire.migration.messages import (
     MIGRATION_TAG,
     Handover,
     Message,
@@ -23,7 +24,6 @@ from kvwire.integrations.migration.messages import (
     decode,
     transfer_id,
 )
-from kvwire.kv.paged import PagedCache
 
 logger = logging.getLogger("kvwire.migration")
 

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from kvwire import limits
-from kvwire.integrations.migration.limits import (
+from kvwire.migration.limits import (
     MIGRATION_ROUNDS_MAX,
     MIGRATION_STATE_BYTES_MAX,
 )
-from kvwire.integrations.migration.messages import (
+from kvwire.migration.messages import (
     Handover,
     Message,
     Round,
