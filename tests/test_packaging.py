@@ -122,7 +122,7 @@ def test_the_metadata_says_what_a_user_must_know() -> None:
 
 
 def test_the_core_install_is_small() -> None:
-    """A dependency is a decision: docs/adr/0002-dependencies.md names each of these."""
+    """A dependency is a decision: docs/adr/01-dependencies.md names each of these."""
     required = [
         re.split(r"[^A-Za-z0-9_.-]", requirement)[0]
         for requirement in DISTRIBUTION.requires or []
@@ -131,7 +131,7 @@ def test_the_core_install_is_small() -> None:
     assert sorted(required) == sorted(
         ["msgspec", "numpy", "uvloop", "xxhash", "cyclopts", "rich"]
     )
-    (decision,) = sources("docs/adr/0002")
+    (decision,) = sources("docs/adr/01")
     assert all(name in decision.text for name in required)
 
 

@@ -42,7 +42,11 @@ _FIRST: Final = ("CONTRIBUTING.md", "CHANGELOG.md")
 def on_config(config: MkDocsConfig) -> None:
     """Order the pages as the index has them, and build into a folder of the version."""
     config.site_dir = str(Path(config.site_dir) / version())
-    decisions = sorted(f"adr/{path.name}" for path in DOCS.glob("adr/*.md"))
+    # The list of them first.
+    decisions = sorted(
+        (f"adr/{path.name}" for path in DOCS.glob("adr/*.md")),
+        key=lambda name: (name != "adr/README.md", name),
+    )
     config.nav = [
         {"kvwire": [{"Start": "index.md"}, *(f"{TREE}/{name}" for name in _FIRST)]},
         *({tab: groups} for tab, groups in tabs((DOCS / "index.md").read_text())),

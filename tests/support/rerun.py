@@ -1,8 +1,8 @@
 """Runs the tests that failed once more, by themselves, if the environment allows it.
 
 ``TESTS_RERUN_MAX=3``, as ``.ci/run`` sets it: a run of thousands of tests on a busy
-machine in which up to three failed passes if these pass alone, and names them. See
-docs/adr/0075-a-failed-test-may-be-run-again.md.
+machine in which up to three failed passes if these pass alone, and names them. A test
+that fails once in 100,000 cases would otherwise stop every third run of ``.ci/run``.
 """
 
 from __future__ import annotations

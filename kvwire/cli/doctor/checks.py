@@ -320,7 +320,7 @@ def _libraries(host: HostFiles) -> Judgement:
 
 
 def _copies(_: HostFiles) -> Judgement:
-    """Judge this installation's copy loop: docs/adr/0046-a-compiled-copy.md."""
+    """Judge this installation's copy loop: docs/adr/17-python-costs.md."""
     if pieces.compiled is not None:
         return "scattered pieces by the compiled loop", ""
     return (

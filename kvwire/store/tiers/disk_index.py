@@ -2,7 +2,7 @@
 
 A row of ``blocks`` describes one slot of the file of images: the key, the order, the
 length, a checksum over these and the image, and when it was written. If the image was
-not written, or was overwritten since then, the checksum differs. See docs/adr/0017.
+not written, or was overwritten since then, the checksum differs. See docs/adr/21.
 
 The index records whether it was *closed in order*: the mark is cleared before the first
 image is written, and set after the last row. Without the mark, rows may name images

@@ -2,7 +2,7 @@
 
 A block's name follows from its key, so nothing has to be listed, and no index is kept:
 any number of stores share a prefix without coordination. See
-docs/adr/0014-a-store-server-and-objects.md.
+docs/adr/20-store.md.
 
 ``find`` reads the head of each object that it does not remember. ``read`` fetches whole
 objects, large ones in several ranges at once, and compares them with their checksums.

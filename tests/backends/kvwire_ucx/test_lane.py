@@ -53,7 +53,7 @@ async def test_who_does_not_know_the_secret_is_found_out() -> None:
 
 
 async def test_a_server_connects_when_it_answers() -> None:
-    """Both at once crash UCX 1.22 when a lane ends soon after (decision 0010)."""
+    """Both at once crash UCX 1.22 when a lane ends soon after (docs/adr/12-ucx.md)."""
     test = rig()
     left, right = test.prepare()
     server = right.lane
