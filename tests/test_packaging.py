@@ -49,7 +49,7 @@ def test_one_version_everywhere() -> None:
 
 def test_the_table_of_versions_has_this_release() -> None:
     """An operator reads there which releases work together."""
-    (page,) = sources("docs/howto/upgrading.md")
+    (page,) = sources("docs/howto/deployment.md")
     release = re.escape(kvwire.__version__.rpartition(".")[0])
     rows = re.findall(rf"^\| {release} \| (.+) \|$", page.text, re.MULTILINE)
     assert len(rows) == 1, f"no single row {release} in {page.path}"
