@@ -132,8 +132,8 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     if page.file.src_uri != "index.md":
         return led
     readme = ROOT / "README.md"
-    # What it is, how it looks, and a program.
-    first = "\n## ".join(readme.read_text().split("\n## ")[:2])
+    # What it is, how to install it, and a program.
+    first = "\n## ".join(readme.read_text().split("\n## ")[:3])
     index = led.replace("# Documentation\n", "## All pages\n", 1)
     return f"{_led(first, readme, here)}\n{index}"
 
