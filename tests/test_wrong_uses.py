@@ -1,6 +1,6 @@
 """Whoever uses kvwire wrongly is told so at once, in words that help.
 
-The rows are those of docs/reference/wrong-uses.md, done as they stand there: one that
+The rows are those of support/wrong_uses/uses.md, done as they stand there: one that
 is a call, such as ``conn.send(-1, b'x')``, by reading it, others by the step of their
 name.
 """
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     words: str
 
 
-_PAGE = (ROOT / "docs" / "reference" / "wrong-uses.md").read_text()
+_PAGE = (ROOT / "tests" / "support" / "wrong_uses" / "uses.md").read_text()
 ROWS = [Row(*found) for found in _ROW.findall(_PAGE)]
 
 

@@ -54,7 +54,7 @@ def nothing_sent(w: World) -> Iterator[None]:
 
 EACH = {"full": LIST, "window": LIST}
 GROUPED = kvwire.PagedCache.grouped({name: (SPEC, Memory().tensors) for name in EACH})
-# Beside those of docs/reference/wrong-uses.md.
+# Beside those of tests/support/wrong_uses/uses.md.
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"blocks": [3, BLOCKS]}, "block id 32 at position 1 is out of range"),
     ({"blocks": [3, 1, 3]}, "block id 3 appears twice, again at position 2"),

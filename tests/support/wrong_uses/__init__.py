@@ -1,1 +1,1 @@
-"""What the rows of docs/reference/wrong-uses.md are done to and by."""
+"""What the rows of uses.md are done to and by."""
