@@ -62,16 +62,6 @@ if TYPE_CHECKING:
         open,  # noqa: A004 - the public name
     )
     from kvwire.endpoint.connection import Connection
-    from kvwire.endpoint.engine import Engine
-    from kvwire.endpoint.engine_objects import (
-        EngineConnection,
-        EngineIncoming,
-        EngineOutgoing,
-        EnginePeer,
-        EngineRegion,
-        EngineRemoteWindow,
-        EngineWindow,
-    )
     from kvwire.endpoint.peer import Peer
     from kvwire.endpoint.region import Region
     from kvwire.endpoint.remote_window import RemoteWindow
@@ -83,7 +73,16 @@ if TYPE_CHECKING:
         StoreSnapshot,
         TransferSnapshot,
     )
-    from kvwire.endpoint.window import Window
+    from kvwire.engine.ends import (
+        EngineConnection,
+        EngineIncoming,
+        EngineOutgoing,
+        EnginePeer,
+        EngineRegion,
+        EngineRemoteWindow,
+        EngineWindow,
+    )
+    from kvwire.engine.engine import Engine
     from kvwire.kv.outcome import Outcome, Timings
     from kvwire.kv.paged import PagedCache
     from kvwire.kv.pool import BlockPool
@@ -95,6 +94,7 @@ if TYPE_CHECKING:
     from kvwire.store.store import BlockStore
     from kvwire.transfers.incoming import Incoming, Joined, join
     from kvwire.transfers.outgoing import Outgoing
+    from kvwire.windows.window import Window
 
 __version__ = "0.1.0"
 
@@ -187,14 +187,14 @@ _HOMES: Final = {
     "StoreCallSnapshot": "kvwire.endpoint.snapshot",
     "StoreSnapshot": "kvwire.endpoint.snapshot",
     "TransferSnapshot": "kvwire.endpoint.snapshot",
-    "Engine": "kvwire.endpoint.engine",
-    "EngineConnection": "kvwire.endpoint.engine_objects",
-    "EngineIncoming": "kvwire.endpoint.engine_objects",
-    "EngineOutgoing": "kvwire.endpoint.engine_objects",
-    "EnginePeer": "kvwire.endpoint.engine_objects",
-    "EngineRegion": "kvwire.endpoint.engine_objects",
-    "EngineRemoteWindow": "kvwire.endpoint.engine_objects",
-    "EngineWindow": "kvwire.endpoint.engine_objects",
+    "Engine": "kvwire.engine.engine",
+    "EngineConnection": "kvwire.engine.ends",
+    "EngineIncoming": "kvwire.engine.ends",
+    "EngineOutgoing": "kvwire.engine.ends",
+    "EnginePeer": "kvwire.engine.ends",
+    "EngineRegion": "kvwire.engine.ends",
+    "EngineRemoteWindow": "kvwire.engine.ends",
+    "EngineWindow": "kvwire.engine.ends",
     "Incoming": "kvwire.transfers.incoming",
     "Joined": "kvwire.transfers.incoming",
     "join": "kvwire.transfers.incoming",
@@ -216,7 +216,7 @@ _HOMES: Final = {
     "StoreRequest": "kvwire.store.request",
     "StoreServer": "kvwire.store.server.server",
     "BlockStore": "kvwire.store.store",
-    "Window": "kvwire.endpoint.window",
+    "Window": "kvwire.windows.window",
 }
 
 

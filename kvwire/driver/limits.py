@@ -1,4 +1,4 @@
-"""Bounds of lanes, staging and traces, each with its reason."""
+"""Bounds of lanes and staging, each with its reason."""
 
 from __future__ import annotations
 
@@ -17,8 +17,5 @@ RERAISE_S_MAX: Final = 60.0
 # Slots in pinned memory for a device's chunks, per connection and direction: one is
 # copied, one is on the wire, and one waits, so that neither copy nor wire is idle.
 STAGING_SLOTS: Final = 3
-# The events of a process that `kvwire trace` can show: 400 transfers of 32 layers, 4
-# MB.
-TRACE_EVENTS_MAX: Final = 16_384
 
 assert LANE_TIMEOUT_S < LANE_TIMEOUT_LAST_S < HANDSHAKE_TIMEOUT_S

@@ -1,9 +1,9 @@
 """A communicator: one identity, its listeners and connections, all on one loop.
 
 The parts of a communicator never refer to the communicator itself: they share
-:class:`kvwire.driver.services.Services`, and :class:`kvwire.endpoint.links.Links` holds
-the dialled and accepted links. This module assembles the parts, checks the calling
-thread, and closes everything in the right order.
+:class:`kvwire.runtime.services.Services`, and :class:`kvwire.endpoint.links.Links`
+holds the dialled and accepted links. This module assembles the parts, checks the
+calling thread, and closes everything in the right order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from kvwire.directory import Record, Selector
 from kvwire.directory.dialable import check_dialable
 from kvwire.directory.limits import MEMBER_LEASE_S
 from kvwire.directory.selector import FIELDS
-from kvwire.driver.counters import Counters
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.inspector import Inspector
@@ -48,13 +47,13 @@ from kvwire.endpoint.snapshot import (
     snapshot_of,
     transfer_snapshots,
 )
-from kvwire.endpoint.window import Window
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import CLOSE_SLACK_S
 from kvwire.memory.buffers import Memory
 from kvwire.proto.handshake import Identity
+from kvwire.runtime.counters import Counters
 from kvwire.security.keys import load_keys
 from kvwire.security.tls import CredentialFiles
 from kvwire.transfers.event_wait import wait_event
@@ -63,6 +62,7 @@ from kvwire.transfers.options import PublishOptions, ReceiveOptions, check_optio
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.registry import TransferRegistry, TransferServices
 from kvwire.types import Access, AccessName, Address
+from kvwire.windows.window import Window
 from kvwire.wire.handshake_messages import ConnectionParameters
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")

@@ -19,9 +19,6 @@ from kvwire.endpoint.arguments import TAG_MAX, check_grant, check_size, checked_
 from kvwire.endpoint.device_requests import DeviceRequests
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.window_ask import WindowAsk
-from kvwire.endpoint.window_opened import PeerWindows, WindowOpening
-from kvwire.endpoint.window_shown import OwnWindows
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -69,11 +66,14 @@ from kvwire.types import (
     PeerInfo,
     TransportReport,
 )
+from kvwire.windows.ask import WindowAsk
+from kvwire.windows.opened import PeerWindows, WindowOpening
+from kvwire.windows.shown import OwnWindows
 from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
-    from kvwire.endpoint.window import WindowTable
     from kvwire.transfers.registry import TransferServices
+    from kvwire.windows.window import WindowTable
 
 _new: Final = object.__new__
 _SEND: Final = RequestKind.SEND

@@ -38,7 +38,6 @@ from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.reconnect import Reconnector
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.window_opened import OpenedWindow
 from kvwire.errors import (
     AuthenticationFailed,
     BackendUnavailable,
@@ -60,6 +59,7 @@ from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import ReceiveOptions, SendOptions, check_options
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.types import Address, Deadline, Grant
+from kvwire.windows.opened import OpenedWindow
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 

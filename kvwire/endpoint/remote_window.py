@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from kvwire.aio import Closing, LoopThread, absolute, running_loop, start_task
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.window import as_cache
-from kvwire.endpoint.window_ask import ReadQueue
-from kvwire.endpoint.window_opened import OpenedWindow
-from kvwire.endpoint.window_read import Reading
 from kvwire.errors import (
     KVWireError,
     UsageError,
@@ -25,9 +21,17 @@ from kvwire.kv.fragments import Array
 from kvwire.kv.outcome import Outcome
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
-from kvwire.kv.ticket import read_ticket, write_ticket
 from kvwire.memory.buffers import Memory
+from kvwire.proto.state import RequestKind
 from kvwire.types import Deadline
+from kvwire.windows.ask import ReadQueue
+from kvwire.windows.opened import OpenedWindow
+from kvwire.windows.reading import Reading
+from kvwire.windows.ticket import read_ticket, write_ticket
+from kvwire.windows.window import as_cache
+
+_READ: Final = RequestKind.READ
+_new: Final = object.__new__
 
 
 class RemoteWindow(Closing):
@@ -169,12 +173,19 @@ class RemoteWindow(Closing):
         cache = into if isinstance(into, PagedCache) else self._as_cache(into)
         if blocks is None:
             blocks = np.arange(len(named.entries))
-        read = Reading(self, named, cache, cache.block_lists(blocks), at)
+        read = Reading(self._loop, named, cache, cache.block_lists(blocks), at)
         opened = self._opened
         outlived = opened.reader is not None and named.serial == opened.serial
         if opened.gone and not outlived:
             return self._without_connection(read)
-        return read.begin(self._opened, self._queue)
+        outcome = read.begin(self._opened, self._queue)
+        if outcome is None:
+            return self._request_for(read)
+        # Its memory is free already. Made without an ``__init__``, for speed.
+        request: Request[Outcome] = _new(Request)
+        request._over = True
+        request._value = outcome
+        return request
 
     async def close(self) -> None:
         """Stop reading, and notify the owner.
@@ -234,12 +245,19 @@ class RemoteWindow(Closing):
             raise UsageError("into: this memory is read-only; pass writable memory")
         return cache
 
+    def _request_for(self, read: Reading) -> Request[Outcome]:
+        request: Request[Outcome] = Request(self, _READ, read, None, read.deadline)
+        read.finish = request._complete
+        return request
+
     def _without_connection(self, read: Reading) -> Request[Outcome]:
         """Reopen the window for a read, if this window can be reopened."""
         if self._closed or self._reopen is None:
             read.fail_rest(self._opened.gone)
-            return read.request()
-        request = read.request()
+            request = self._request_for(read)
+            read.complete(read.outcome())
+            return request
+        request = self._request_for(read)
         self._waiting.append(read)
         if self._opening is None:
             self._opening = start_task(self._open_again())
@@ -269,7 +287,9 @@ class RemoteWindow(Closing):
         if read.over:
             return  # cancelled, or late: the caller owns the blocks again
         try:
-            read.begin(self._opened, self._queue)
+            outcome = read.begin(self._opened, self._queue)
+            if outcome is not None:
+                read.complete(outcome)
         except KVWireError as exc:
             read.fail_rest(f"gone: {exc}")
 

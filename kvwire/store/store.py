@@ -29,7 +29,6 @@ from kvwire.aio import (
     start_task,
     yields_before_raising,
 )
-from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import KVWireError, UsageError, nearest, with_remedy
 from kvwire.kv.blocks import Blocks
@@ -38,6 +37,7 @@ from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import KIB, SNAPSHOT_ROWS_MAX
 from kvwire.memory.device.device_copies import DeviceCopies
+from kvwire.runtime.trace_ring import RINGS
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS

@@ -25,20 +25,9 @@ from kvwire.limits import (
     KV_GROUPS_MAX,
     LANDED_BOX_BYTES,
     LANDED_BOXES_MAX,
-    NAME_CHARS_MAX,
-    PROFILE_FIELDS_MAX,
 )
-from kvwire.wire.control import DECODE_ERRORS
+from kvwire.wire.control import DECODE_ERRORS, U32, GeometryFields, Name
 
-GroupName = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
-Pairs = Annotated[
-    tuple[tuple[GroupName, GroupName], ...], Meta(max_length=PROFILE_FIELDS_MAX)
-]
-U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-GeometryFields = Annotated[
-    tuple[tuple[GroupName, Pairs, GroupName, U32, U32 | None], ...],
-    Meta(max_length=KV_GROUPS_MAX),
-]
 ENDPOINT_ID_BYTES = 8
 TRACE_BYTES = 25
 # Shorter arrays have their count in their first byte.
@@ -71,7 +60,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     peer_id: Annotated[bytes, Meta(max_length=ENDPOINT_ID_BYTES)] = b""
     hashes: Annotated[bytes, Meta(max_length=32)] = b""
     have: Annotated[
-        tuple[tuple[GroupName, Annotated[bytes, Meta(max_length=KV_BLOCKS_MAX)]], ...],
+        tuple[tuple[Name, Annotated[bytes, Meta(max_length=KV_BLOCKS_MAX)]], ...],
         Meta(max_length=KV_GROUPS_MAX),
     ] = ()
     landed: Annotated[

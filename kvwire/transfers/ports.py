@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from kvwire.backend import Payload
 from kvwire.config import Config
 from kvwire.driver.device_staging import DeviceStaging
-from kvwire.driver.services import Services
 from kvwire.errors import KVWireError, WireCode
 from kvwire.kv.outcome import Outcome
 from kvwire.proto.records import Box, RequestRecord, SegmentRecord
 from kvwire.proto.transfers import Transfers
+from kvwire.runtime.services import Services
 from kvwire.security.tls import CredentialFiles
 from kvwire.types import PeerInfo
 

@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 from kvwire.aio import AsyncWith, LoopThread, absolute, running_loop, seconds_of
 from kvwire.backend import Payload
-from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import (
     DeadlineExceeded,
     KVWireError,
@@ -35,6 +34,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.limits import NAME_CHARS_MAX, NO_MEMORY_S, PRIORITY_MAX
 from kvwire.proto.records import RequestRecord
+from kvwire.runtime.trace_ring import TraceRing
 from kvwire.transfers.leg import Flow, Leg
 from kvwire.transfers.offer import (
     ENDPOINT_ID_BYTES,

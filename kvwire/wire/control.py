@@ -53,6 +53,12 @@ U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Tag8 = Annotated[bytes, Meta(min_length=8, max_length=8)]
 Bytes = Annotated[int, Meta(ge=0, le=REQUEST_BYTES_MAX)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+Pairs = Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=PROFILE_FIELDS_MAX)]
+# The form of ``kvwire.kv.geometry.Geometry.encoded``, which checks the values.
+GeometryFields = Annotated[
+    tuple[tuple[Name, Pairs, Name, U32, U32 | None], ...],
+    Meta(max_length=KV_GROUPS_MAX),
+]
 Reason = Annotated[str, Meta(max_length=REASON_CHARS_MAX)]
 Token = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Bootstrap = Annotated[bytes, Meta(max_length=BOOTSTRAP_BYTES_MAX)]

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 
 import kvwire
-from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
+from kvwire.runtime.trace_ring import RINGS
 
 
 @pytest.fixture(name="folder")

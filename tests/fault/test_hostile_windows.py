@@ -13,11 +13,11 @@ import pytest
 
 import kvwire
 from kvwire import Connection
-from kvwire.endpoint.window_fields import encode_geometry, encode_memory
 from kvwire.kv.geometry import Geometry
-from kvwire.kv.ticket import read_ticket, write_ticket
-from kvwire.kv.window_map import geometry_of_pools, placed
 from kvwire.limits import REQUEST_BYTES_MAX, WINDOW_GET_BLOCKS_MAX, WINDOWS_OPEN_MAX
+from kvwire.windows.fields import encode_geometry, encode_memory
+from kvwire.windows.map import geometry_of_pools, placed
+from kvwire.windows.ticket import read_ticket, write_ticket
 from kvwire.wire.control import (
     WindowClose,
     WindowGet,

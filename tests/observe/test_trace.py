@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 import kvwire
-from kvwire.driver.trace_ring import RINGS
 from kvwire.observe.inspect import ProcessTrace
 from kvwire.observe.trace import document
+from kvwire.runtime.trace_ring import RINGS
 from tests.scenarios.world import World, play, scenario
 from tests.support.caches import Memory
 

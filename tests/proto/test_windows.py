@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvwire.endpoint.window_fields import decode_memory, encode_memory, unpacked
 from kvwire.errors import (
     AccessDenied,
     ProtocolError,
@@ -16,7 +15,6 @@ from kvwire.errors import (
     StaleRegion,
     UsageError,
 )
-from kvwire.kv.window_map import geometry_of_pools, placed, spans_of
 from kvwire.limits import (
     WINDOW_DATA_BYTES_MAX,
     WINDOW_GET_BYTES_MAX,
@@ -36,6 +34,8 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.records import RequestRecord
 from kvwire.types import RequestId
+from kvwire.windows.fields import decode_memory, encode_memory, unpacked
+from kvwire.windows.map import geometry_of_pools, placed, spans_of
 from kvwire.wire.control import (
     WindowClose,
     WindowGet,

@@ -12,7 +12,6 @@ from typing import Any
 
 import kvwire
 from kvwire.backend import Link, WindowReader
-from kvwire.driver.buffers import BufferTable
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.lanes.state import LaneSet
@@ -22,6 +21,7 @@ from kvwire.endpoint.links import Driver, Links
 from kvwire.kv.plan import Segment
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.records import RequestRecord
+from kvwire.runtime.buffers import BufferTable
 from kvwire.store.server.served import ServedStore
 from kvwire.store.tier_stack import TierStack
 from kvwire.transfers.leg import Leg

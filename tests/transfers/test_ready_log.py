@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvwire import KVSpec, PagedCache, UsageError
-from kvwire.driver.devices import Devices
 from kvwire.limits import MIB
+from kvwire.runtime.devices import Devices
 from kvwire.transfers import ready_log as module
 from kvwire.transfers.ready_log import ReadyLog, ReadyRange
 

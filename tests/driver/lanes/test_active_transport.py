@@ -11,10 +11,10 @@ from typing import Any, cast
 
 import pytest
 
-from kvwire.driver.counters import Counters
 from kvwire.driver.lanes import active_transport as module
 from kvwire.driver.lanes.active_transport import LOG_DELAY_S, ActiveTransport
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneSet
+from kvwire.runtime.counters import Counters
 from kvwire.types import Candidate, PeerInfo, TransportReport, TrustMode
 from tests.support.virtual_time import pass_time
 

@@ -38,9 +38,9 @@ import uvloop
 
 import kvwire
 from kvwire.kv.blocks import Bits, Ids
-from kvwire.kv.ticket import SERIAL_BYTES, read_ticket, write_ticket
 from kvwire.memory.generations import Generations
 from kvwire.testing.oracle import Words
+from kvwire.windows.ticket import SERIAL_BYTES, read_ticket, write_ticket
 from kvwire_local import blocks
 from tests.programs.soak.processes import PING_INTERVAL_S, ProcessSoak, say
 from tests.programs.soak.stamps import Tally

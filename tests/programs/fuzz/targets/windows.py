@@ -9,15 +9,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from kvwire.endpoint.window_fields import (
+from kvwire.errors import ProfileMismatch, ProtocolError, UsageError
+from kvwire.kv.geometry import Geometry
+from kvwire.windows.fields import (
     decode_memory,
     encode_geometry,
     read_geometry,
 )
-from kvwire.errors import ProfileMismatch, ProtocolError, UsageError
-from kvwire.kv.geometry import Geometry
-from kvwire.kv.ticket import read_ticket, write_ticket
-from kvwire.kv.window_map import geometry_of_pools, view_walks
+from kvwire.windows.map import geometry_of_pools, view_walks
+from kvwire.windows.ticket import read_ticket, write_ticket
 from tests.programs.fuzz.reader import Reader
 from tests.support.caches import Filled
 

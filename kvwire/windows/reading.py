@@ -9,15 +9,13 @@ other tasks in between.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from kvwire.aio import start_task
 from kvwire.backend.window import BlockRead, WindowReader
-from kvwire.endpoint.request import Request, RequestOwner
-from kvwire.endpoint.window_data import move_granules
-from kvwire.endpoint.window_opened import OpenedWindow
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -28,17 +26,16 @@ from kvwire.errors import (
 from kvwire.kv.blocks import Bits, BlockLists, Ids
 from kvwire.kv.outcome import Outcome, nothing_landed
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.ticket import Ticket
-from kvwire.kv.window_view import BlockResults, WindowView
 from kvwire.limits import KIB, KV_PIECES_MAX
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.proto.records import RequestRecord
-from kvwire.proto.state import RequestKind
 from kvwire.types import BufferId
+from kvwire.windows.data import move_granules
+from kvwire.windows.opened import OpenedWindow
+from kvwire.windows.ticket import Ticket
+from kvwire.windows.view import BlockResults, WindowView
 from kvwire.wire.control import WindowGot
 
-_READ: Final = RequestKind.READ
-_new: Final = object.__new__
 # The overhead of a read, as the bytes that could be copied in that time.
 _READ_BYTES: Final = 256 * KIB
 _WITHDRAWN: Final = "withdrawn: the owner has taken the block back since it was offered"
@@ -102,18 +99,18 @@ class Reading:
         under_way: The part that it is reading in place, if the lane works
             asynchronously.
         view: The map from the window's blocks to the local blocks, once it has begun.
+        finish: Called once with the outcome, or with the error of a cancelled read.
     """
 
     def __init__(
         self,
-        owner: RequestOwner,
+        loop: asyncio.AbstractEventLoop,
         named: Ticket,
         cache: PagedCache,
         lists: BlockLists,
         deadline: float | None,
     ) -> None:
-        self._owner = owner
-        self._loop = owner._thread.loop
+        self._loop = loop
         self.named = named
         self.cache = cache
         self.lists = lists
@@ -127,15 +124,18 @@ class Reading:
         self.buffers: list[BufferId] = []
         self.under_way: asyncio.Future[Bits] | None = None
         self._begun_at = self._loop.time()
-        self._request: Request[Outcome] | None = None
+        self.finish: Callable[[Outcome | None, KVWireError | None], None] | None = None
         self._results: BlockResults | None = None
 
-    def begin(self, opened: OpenedWindow, queue: AskQueue) -> Request[Outcome]:
+    def begin(self, opened: OpenedWindow, queue: AskQueue) -> Outcome | None:
         """Read blocks in place where possible, and request the others.
 
         Args:
             opened: The window.
             queue: Requests from the owner the blocks that could not be read in place.
+
+        Returns:
+            The outcome, if the read is over already; otherwise ``finish`` gets it.
 
         Raises:
             ProfileMismatch: The caches do not fit together.
@@ -146,42 +146,30 @@ class Reading:
         named = self.named
         if named.serial != opened.serial:
             self.fail_rest(_OTHER)
-            return self.request()
+            return self.outcome()
         view = self.view = opened.view(self.cache)
         view.check(named, self.lists, opened.first)
         reader = opened.reader
         if reader is not None and reader.memory_kind is view.memory_kind:
             return self._begin_in_place(opened, view, reader)
-        request = self.request()
         queue.add(self)
-        return request
+        return None
 
-    def request(self) -> Request[Outcome]:
-        """Return the user's request."""
-        request = self._request
-        if request is None:
-            request = self._request = Request(
-                self._owner, _READ, self, None, self.deadline
-            )
-            if self.over:
-                self._complete(self._outcome())
-        return request
-
-    def _complete(
+    def complete(
         self, outcome: Outcome | None, error: KVWireError | None = None
     ) -> None:
-        """Complete the request, unless it was cancelled."""
-        request = self._request
+        """Report the end, unless it was reported already."""
+        finish = self.finish
         # Break the reference cycle, or only the garbage collector would free both.
-        self._request = None
-        if request is not None:
-            request._complete(outcome, error)
+        self.finish = None
+        if finish is not None:
+            finish(outcome, error)
 
     # --- in place ---------------------------------------------------------------------
 
     def _begin_in_place(
         self, opened: OpenedWindow, view: WindowView, reader: WindowReader
-    ) -> Request[Outcome]:
+    ) -> Outcome | None:
         """Read a small group at once, and a large one in batches."""
         named = self.named
         nbytes = sum(
@@ -202,30 +190,18 @@ class Reading:
                 outcome = view.whole(named, self.lists, nbytes, wire_s)
             else:
                 self._known().note(np.arange(landed.size), landed, _WITHDRAWN)
-                outcome = self._outcome()
+                outcome = self.outcome()
             opened.held_bytes += nbytes + _READ_BYTES
             if opened.held_bytes > reader.turn_bytes:
-                # Awaiting a complete request does not let the loop run. This request
+                # Awaiting a complete request does not let the loop run. This read
                 # completes in the loop's next turn, so that consecutive reads do not
                 # block it for long.
                 opened.held_bytes = 0
-                request = self._request = self._request or Request(
-                    self._owner, _READ, self, None, self.deadline
-                )
-                self._loop.call_soon(self._complete, outcome)
-                return request
-            if self._request is not None:  # it had to wait for a connection
-                request = self._request
-                self._complete(outcome)
-                return request
-            # Created without an ``__init__``, for speed; it is complete.
-            request = _new(Request)
-            request._over = True
-            request._value = outcome
-            return request
-        request = self.request()
+                self._loop.call_soon(self.complete, outcome)
+                return None
+            return outcome
         start_task(self._in_turns(opened, view, reader))
-        return request
+        return None
 
     def _batch(
         self, opened: OpenedWindow, view: WindowView, index: int, part: slice
@@ -408,7 +384,7 @@ class Reading:
         for ask in list(self.asked):
             ask.cancel()
         error = RequestCancelled("the get was cancelled on this side")
-        self._complete(None, error)
+        self.complete(None, error)
 
     def _end_if_done(self) -> None:
         if not self.over and not self.asked and not self.todo().size:
@@ -416,10 +392,11 @@ class Reading:
 
     def _end(self, outcome: Outcome | None = None) -> None:
         self.over = True
-        if self._request is not None:
-            self._complete(outcome or self._outcome())
+        if self.finish is not None:
+            self.complete(outcome or self.outcome())
 
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
+        """Return what has landed, and why the rest has not."""
         results = self._known()
         if self.view is None:
             return nothing_landed(self.cache, self.lists, results.reasons[0])

@@ -15,7 +15,6 @@ from kvwire.aio import start_task
 from kvwire.backend.window import WindowMemory, WindowReader
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneEndpoint, LaneState
-from kvwire.endpoint.window_fields import decode_memory, encode_geometry, read_geometry
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionClosed,
@@ -27,10 +26,11 @@ from kvwire.errors import (
 )
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.window_map import PeerGroup
-from kvwire.kv.window_view import WindowView
 from kvwire.limits import WINDOW_GEOMETRY_BYTES_MAX, WINDOW_VIEWS_MAX
 from kvwire.proto.events import RequestDone, WindowClosed, WindowMemoryOffered
+from kvwire.windows.fields import decode_memory, encode_geometry, read_geometry
+from kvwire.windows.map import PeerGroup
+from kvwire.windows.view import WindowView
 from kvwire.wire.control import WindowOpened, WindowViewBody
 
 logger: logging.Logger = logging.getLogger("kvwire.windows")

@@ -14,14 +14,6 @@ import numpy as np
 from kvwire.backend.window import WindowMemory
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneEndpoint, LaneState
-from kvwire.endpoint.window import Window, WindowTable
-from kvwire.endpoint.window_data import gathered
-from kvwire.endpoint.window_fields import (
-    encode_geometry,
-    encode_memory,
-    packed,
-    read_geometry,
-)
 from kvwire.errors import (
     BackendUnavailable,
     ProfileMismatch,
@@ -32,13 +24,6 @@ from kvwire.errors import (
 )
 from kvwire.kv.blocks import Ids, all_of
 from kvwire.kv.fragments import Array, concatenated
-from kvwire.kv.window_map import (
-    BlockPlaces,
-    pieces_max,
-    placed,
-    spans_of,
-    view_walks,
-)
 from kvwire.limits import (
     WINDOW_DATA_BYTES_MAX,
     WINDOW_GEOMETRY_BYTES_MAX,
@@ -52,6 +37,21 @@ from kvwire.proto.events import (
     WindowViewed,
 )
 from kvwire.proto.records import RequestRecord
+from kvwire.windows.data import gathered
+from kvwire.windows.fields import (
+    encode_geometry,
+    encode_memory,
+    packed,
+    read_geometry,
+)
+from kvwire.windows.map import (
+    BlockPlaces,
+    pieces_max,
+    placed,
+    spans_of,
+    view_walks,
+)
+from kvwire.windows.window import Window, WindowTable
 from kvwire.wire.control import (
     WindowGet,
     WindowMemoryBody,

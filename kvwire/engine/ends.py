@@ -14,14 +14,12 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack, overload
 
 from kvwire.aio import run_to_completion
-from kvwire.driver.devices import Devices
-from kvwire.driver.io_thread import IOThread
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.peer import Peer
 from kvwire.endpoint.region import Region
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.window import Window
+from kvwire.engine.io_thread import IOThread
 from kvwire.errors import ClosedOK, KVWireError, UsageError, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.fragments import Fragments
@@ -30,11 +28,13 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from kvwire.memory.buffers import Memory, as_payload
 from kvwire.memory.device.ops import Event
+from kvwire.runtime.devices import Devices
 from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import ReceiveOptions, SendOptions
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.ready_log import Which
 from kvwire.types import Access, AccessName, Grant, PeerInfo, TransportReport, Uncopied
+from kvwire.windows.window import Window
 
 T = TypeVar("T")
 M = TypeVar("M", Region, Window, RemoteWindow)
@@ -195,7 +195,7 @@ class _EngineVerbs(Uncopied, Generic[V]):
 
     @property
     def _devices(self) -> Devices:
-        return self._verbs._services.devices
+        return self._verbs._services.devices  # noqa: SLF001
 
     def _queued(self, memory: Memory) -> Event | None:
         """Return an event behind the work that this thread has queued on a device."""
@@ -353,7 +353,10 @@ class EngineRegion(_EngineMemory[Region]):
             raise wrong_type("grant", connection, "a connection of this engine")
         return self._thread.run(
             lambda: self._memory.grant(
-                connection._verbs, offset=offset, nbytes=nbytes, access=access
+                connection._verbs,  # noqa: SLF001
+                offset=offset,
+                nbytes=nbytes,
+                access=access,
             )
         )
 

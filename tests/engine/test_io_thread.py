@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import kvwire
-from kvwire.driver import io_thread
-from kvwire.driver.io_thread import IOThread
+from kvwire.engine import io_thread
+from kvwire.engine.io_thread import IOThread
 from tests.support.interrupts import interrupts
 
 

@@ -15,12 +15,12 @@ import pytest
 
 import kvwire
 from kvwire.driver.checksums import ChecksumPolicy
-from kvwire.endpoint import window_shown
 from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOWS_MAX
 from kvwire.memory.arena import Arena
 from kvwire.testing.conformance.rig import open_descriptors
 from kvwire.testing.oracle import content
+from kvwire.windows import shown
 from tests.support.caches import STORED, Filled
 from tests.support.pairs import Pair, connected
 
@@ -85,7 +85,7 @@ async def test_another_layout_and_block_size(
 ) -> None:
     """Whatever a pull can map; a last block of the reader may be filled in part."""
     if not together:
-        monkeypatch.setattr(window_shown, "WINDOW_DATA_BYTES_MAX", 0)
+        monkeypatch.setattr(shown, "WINDOW_DATA_BYTES_MAX", 0)
     window, remote = await opened(pair)
     spec = replace(STORED, block_tokens=block_tokens)
     target = Filled(spec=spec, layout=layout)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvwire.driver.limits import TRACE_EVENTS_MAX
-from kvwire.driver.trace_ring import RINGS, close_ring, open_ring
+from kvwire.runtime.trace_ring import RINGS, TRACE_EVENTS_MAX, close_ring, open_ring
 
 
 async def test_the_oldest_makes_room() -> None:

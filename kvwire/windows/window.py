@@ -25,11 +25,11 @@ from kvwire.kv.blocks import Blocks, Ids
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
-from kvwire.kv.ticket import SERIAL_BYTES, write_ticket
-from kvwire.kv.window_map import geometry_of_pools
 from kvwire.limits import WINDOWS_MAX
 from kvwire.memory.buffers import Memory, as_payload
 from kvwire.memory.generations import Generations
+from kvwire.windows.map import geometry_of_pools
+from kvwire.windows.ticket import SERIAL_BYTES, write_ticket
 
 BYTES_GROUP = "bytes"
 

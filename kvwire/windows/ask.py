@@ -10,9 +10,6 @@ from typing import Final
 
 import numpy as np
 
-from kvwire.endpoint.window_fields import unpacked
-from kvwire.endpoint.window_opened import OpenedWindow
-from kvwire.endpoint.window_read import Part, Reading
 from kvwire.errors import (
     BackendUnavailable,
     KVWireError,
@@ -21,7 +18,6 @@ from kvwire.errors import (
 )
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments, concatenated
-from kvwire.kv.window_view import WindowView
 from kvwire.limits import (
     KV_PIECES_MAX,
     WINDOW_DATA_ASKED_MAX,
@@ -30,6 +26,10 @@ from kvwire.limits import (
 )
 from kvwire.proto.events import RequestDone
 from kvwire.proto.records import RequestRecord
+from kvwire.windows.fields import unpacked
+from kvwire.windows.opened import OpenedWindow
+from kvwire.windows.reading import Part, Reading
+from kvwire.windows.view import WindowView
 from kvwire.wire.control import WindowGet, WindowGot
 
 _U4: Final = np.dtype("<u4")

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import MIB
 from kvwire.memory.device.ops import Stream
+from kvwire.runtime.devices import Devices
 from kvwire.types import Device, MemoryKind
 from tests.support.simulated_device import SimulatedDevice
 

@@ -22,11 +22,11 @@ from typing import Any, Final, Self, TypeVar, Unpack
 from kvwire.config import Config, ConfigOptions
 from kvwire.directory import Record
 from kvwire.directory.limits import MEMBER_LEASE_S
-from kvwire.driver.io_thread import IOThread, bind_thread
 from kvwire.endpoint.communicator import Communicator
 from kvwire.endpoint.communicator import open as open_communicator
 from kvwire.endpoint.connection import Connection
-from kvwire.endpoint.engine_objects import (
+from kvwire.endpoint.snapshot import Snapshot
+from kvwire.engine.ends import (
     EngineConnection,
     EngineIncoming,
     EngineOutgoing,
@@ -34,7 +34,7 @@ from kvwire.endpoint.engine_objects import (
     EngineRegion,
     EngineWindow,
 )
-from kvwire.endpoint.snapshot import Snapshot
+from kvwire.engine.io_thread import IOThread, bind_thread
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory

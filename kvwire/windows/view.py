@@ -28,15 +28,15 @@ from kvwire.kv.geometry import Geometry
 from kvwire.kv.landed import common_tokens, leading_tokens
 from kvwire.kv.outcome import Outcome, Timings
 from kvwire.kv.paged import PagedCache
-from kvwire.kv.ticket import Ticket
-from kvwire.kv.window_map import (
+from kvwire.types import Device, MemoryKind
+from kvwire.windows.map import (
     BlockPlaces,
     PeerGroup,
     common_pieces,
     geometry_of_pools,
     view_walks,
 )
-from kvwire.types import Device, MemoryKind
+from kvwire.windows.ticket import Ticket
 
 
 class WindowView:

@@ -15,10 +15,9 @@ from kvwire.backend.window import WindowMemory
 from kvwire.errors import ProfileMismatch, ProtocolError, UsageError
 from kvwire.kv.blocks import Bits
 from kvwire.kv.geometry import Geometry, geometry_of
-from kvwire.kv.window_map import PeerGroup, Placed, spans_of
 from kvwire.limits import KV_GROUPS_MAX, WINDOW_MEMORY_BYTES_MAX
-from kvwire.transfers.offer import GeometryFields
-from kvwire.wire.control import DECODE_ERRORS
+from kvwire.windows.map import PeerGroup, Placed, spans_of
+from kvwire.wire.control import DECODE_ERRORS, GeometryFields
 
 _Address = Annotated[int, Meta(ge=0, lt=2**62)]
 _Stride = Annotated[int, Meta(gt=-(2**62), lt=2**62)]

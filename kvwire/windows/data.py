@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvwire.kv.blocks import Ids
-from kvwire.kv.window_map import BlockPlaces
 from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.pieces import copy_pieces
+from kvwire.windows.map import BlockPlaces
 
 
 def gathered(parts: Sequence[tuple[BlockPlaces, Ids]], nbytes: int) -> memoryview:

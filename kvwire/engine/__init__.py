@@ -1,0 +1,1 @@
+"""Synchronous access: a communicator on its own thread, for programs without a loop."""

@@ -1,0 +1,1 @@
+"""What all parts of a communicator share: services, lent memory, threads, counters."""

@@ -1,0 +1,1 @@
+"""Windows: blocks that peers read without asking, until their owner withdraws them."""
