@@ -342,7 +342,7 @@ class Communicator(AsyncWith):
         Returns at once. The record is written as soon as the directory can be reached,
         then renewed until :meth:`close` withdraws it. Another call replaces the record,
         for instance to change the load. Records prove nothing and peers do not trust
-        them: see docs/topics/directories.md.
+        them: see docs/howto/directory.md.
 
         Args:
             role: Its role, such as ``"decode"``.
