@@ -171,7 +171,7 @@ store-torture: $(STAMP) $(S3_VENV)/.installed
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store \
-  tests/integrations/test_weights.py tests/programs/failover
+  tests/store/test_weights.py tests/programs/failover
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 
 import kvwire
-from kvwire.integrations.marks import LayerMarks
+from kvwire.kv.marks import LayerMarks
 from toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 
 PROMPT = tokens_of(

@@ -33,8 +33,8 @@ from starlette.requests import Request
 import kvwire
 from demo.book import Tokenizer, passages
 from demo.llama import BLOCK_TOKENS, CONTEXT, Llama, load
-from kvwire.integrations.marks import LayerMarks
 from kvwire.integrations.ray import listen_address
+from kvwire.kv.marks import LayerMarks
 
 # The requests that a replica works on at a time. Each may fill the model's context; a
 # request whose client has disconnected holds its blocks a little longer.

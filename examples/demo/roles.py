@@ -37,7 +37,7 @@ from demo.llama import (
     scattered,
 )
 from kvwire import PrefillRequest, plan_prefill
-from kvwire.integrations.marks import LayerMarks
+from kvwire.kv.marks import LayerMarks
 
 # The size of the pools: 8 requests need 256 blocks, and decode generates into some
 # more.

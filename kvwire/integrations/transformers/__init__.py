@@ -28,12 +28,12 @@ Mistral without a window), transformers 5.24 or newer, one sequence per call, ho
 memory.
 """
 
-from kvwire.integrations.marks import LayerMarks, Markable
 from kvwire.integrations.transformers.sequence import (
     PagedSequence,
     TensorPool,
     kv_spec,
 )
+from kvwire.kv.marks import LayerMarks, Markable
 
 __all__ = [
     "LayerMarks",

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from kvwire.errors import UsageError
 from kvwire.integrations.vllm.caches import layer_specs
-from kvwire.integrations.weights import weights_name
 from kvwire.kv.hashing import salt_of
+from kvwire.store.weights import weights_name
 
 WHOLE_TOKENS: Final = "whole tokens"
 

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Final
 
 from kvwire.errors import UsageError, without_password
 from kvwire.extras import needed_by
-from kvwire.integrations.pages import PageStore
 from kvwire.integrations.vllm.release import check_release
-from kvwire.integrations.weights import weights_name
+from kvwire.store.pages import PageStore
 from kvwire.store.store import Write
+from kvwire.store.weights import weights_name
 
 with needed_by("KvwireTier", command="pip install 'vllm<0.34'"):
     import vllm

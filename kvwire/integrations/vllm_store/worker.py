@@ -16,7 +16,6 @@ from typing import Any, Final, TypeVar
 
 from kvwire import Communicator, PagedCache
 from kvwire.errors import KVWireError, error_text
-from kvwire.integrations.pages import Unsaved, open_store, require_room
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches
 from kvwire.integrations.vllm.metrics import Observed
 from kvwire.integrations.vllm.worker import IDLE_WAIT_S
@@ -24,6 +23,7 @@ from kvwire.integrations.vllm_store.config import StoreSettings
 from kvwire.integrations.vllm_store.lookup import answer
 from kvwire.integrations.vllm_store.saving import SaveQueue, Saving
 from kvwire.integrations.vllm_store.scheduler import NamedBlocks, StoreStep
+from kvwire.store.pages import Unsaved, open_store, require_room
 from kvwire.store.store import access_to
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")

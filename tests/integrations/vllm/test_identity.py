@@ -16,7 +16,7 @@ from kvwire.integrations.vllm.identity import (
     model_digest,
     model_weights,
 )
-from kvwire.integrations.weights import weights_name
+from kvwire.store.weights import weights_name
 
 TARGET = SimpleNamespace()
 EAGLE = SimpleNamespace(architectures=["Eagle"], seed=3)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from kvwire.errors import UsageError
-from kvwire.integrations.weights import weights_name
+from kvwire.store.weights import weights_name
 
 Tensors = dict[str, npt.NDArray[np.float32]]
 MIB = 1 << 20

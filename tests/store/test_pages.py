@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvwire.errors import UsageError
-from kvwire.integrations.pages import PageStore
+from kvwire.store.pages import PageStore
 
 KEYS = [bytes([number]) * 36 for number in range(4)]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
-from kvwire.integrations.marks import LayerMarks
+from kvwire.kv.marks import LayerMarks
 
 
 class Recorder:
