@@ -6,7 +6,6 @@ Needs chromium and its driver, and selenium of the group `docs`.
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from kvwire.security.keys import write_key_file
 from tests.site.crowd import HOSTILE
 from tests.support.browser import Browser
 from tests.support.servers import Server, free_port
-from tests.support.waiting import eventually
 
 PHONE = 390
 OPEN = 1000
@@ -251,37 +249,3 @@ def test_a_tenant_sees_its_own_and_the_operator_all(
             assert ("other" in shown) is (who == "all")
     finally:
         server.kill()
-
-
-# --- the proxy ------------------------------------------------------------------------
-
-
-def test_a_proxy_shows_five_hundred_engines(browser: Browser) -> None:
-    port = free_port()
-    command = [*PYTHON, "kvwire.integrations.vllm.proxy", "--port", str(port)]
-    dead = free_port()
-    for number in range(500):
-        host = f"127.0.{number // 250}.{number % 250 + 1}"
-        command += ["--decode", f"http://{host}:{dead}={host}:1"]
-
-    def listens() -> bool:
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection(("127.0.0.1", port)),
-        ):
-            return True
-        return False
-
-    with subprocess.Popen(command) as proxy:
-        try:
-            assert eventually(listens)
-            browser.show(f"http://127.0.0.1:{port}/top")
-            assert browser.shows(f"{rows('engines')}.length", 100)
-            assert "100 of 500" in browser.run(f"{section('engines')}.textContent")
-            # Nobody listens there, as it finds out.
-            alarms = f"{section('engines')}.querySelectorAll('.alarm').length"
-            assert browser.shows(alarms, 100)
-            browser.find("#filter").send_keys("127.0.1.250")
-            assert browser.shows(f"{rows('engines')}.length", 1)
-        finally:
-            proxy.kill()

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import msgspec
 from cyclopts import App, Parameter
@@ -19,10 +19,7 @@ from kvwire.cli.console import console, show
 from kvwire.cli.doctor.checks import HostFiles
 from kvwire.cli.doctor.examination import Examination, examine
 from kvwire.cli.doctor.peer import PROFILE, DoctorBench, PeerReport, examine_peer
-from kvwire.cli.doctor.screen import COLUMNS_MAX, engines, fitting, written
-
-if TYPE_CHECKING:
-    from kvwire.cli.doctor.vllm import VllmReport
+from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, written
 
 # The status if a requirement is missing, or a measurement has failed.
 UNWELL: Final = 1
@@ -37,13 +34,11 @@ def doctor(
     listen: str = "",
     config: Path | None = None,
     pid: Annotated[int, Parameter(validator=Number(gte=0))] = 0,
-    vllm: str = "",
     json: bool = False,
 ) -> int:
     """Show the transports that can run here, and the remedies for the others.
 
-    The exit status is 1 if something that the configuration requires is missing, or if
-    vLLM's engines compute prompts twice.
+    The exit status is 1 if something that the configuration requires is missing.
 
     Args:
         peer: Connect to this address, show the chosen transport and the reason, and
@@ -54,19 +49,10 @@ def doctor(
         config: A kvwire.toml; KVWIRE_* environment variables also apply.
         pid: Check this running process instead of the current one: its limits,
             libraries and settings.
-        vllm: The URL of kvwire's proxy, or of a vLLM engine. Check whether each prompt
-            is computed only once, and if not, why.
         json: Print JSON instead.
     """
     if peer and listen:
         raise UsageError("--peer and --listen: pass one of them")
-    if vllm:
-        # It needs the extra `vllm`.
-        from kvwire.cli.doctor.vllm import examine_vllm  # noqa: PLC0415
-
-        shared = asyncio.run(examine_vllm(vllm))
-        _show(shared, json)
-        return 0 if shared.well else UNWELL
     wanted = Config.load(config)
     address = Address.parse(peer or listen) if peer or listen else None
     found = examine(wanted, HostFiles(pid=pid))
@@ -80,7 +66,7 @@ def doctor(
     return 0 if found.well else UNWELL
 
 
-def _show(found: Examination | PeerReport | VllmReport, json: bool) -> None:
+def _show(found: Examination | PeerReport, json: bool) -> None:
     """Print a screen or a report, or JSON: one document per line."""
     if json:
         document = msgspec.json.format(msgspec.json.encode(found))
@@ -91,10 +77,8 @@ def _show(found: Examination | PeerReport | VllmReport, json: bool) -> None:
         screen.width = min(screen.width, COLUMNS_MAX)
     if isinstance(found, PeerReport):
         show(written(found), screen)
-    elif isinstance(found, Examination):
-        show(fitting(found, screen), screen)
     else:
-        show(engines(found), screen)
+        show(fitting(found, screen), screen)
 
 
 def _progress(line: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -19,9 +19,6 @@ from kvwire.backend import Finding
 from kvwire.cli.doctor.examination import Examination, Transport
 from kvwire.cli.doctor.peer import PeerReport, Rate, Trial
 from kvwire.types import in_bytes
-
-if TYPE_CHECKING:
-    from kvwire.cli.doctor.vllm import VllmReport
 
 ROWS_MAX: Final = 40
 COLUMNS_MAX: Final = 80
@@ -87,17 +84,6 @@ def written(report: PeerReport) -> RenderableType:
         else "NOT in order: see what is damaged or stopped above"
     )
     return Group(*hosts, *trials, Text(), Text(verdict, style="bold"))
-
-
-def engines(report: VllmReport) -> RenderableType:
-    """Return the view of engines of vLLM, and of how they share prompts."""
-    parts: list[RenderableType] = []
-    for one in report.engines:
-        parts += [_line(f"{one.url}, {one.role}", "bold"), _findings(one.findings)]
-    verdict = Text("no prompt is known to be computed twice", "green")
-    if not report.well:
-        verdict = Text("prompts are computed twice", "bold red")
-    return Group(*parts, verdict)
 
 
 def _of(transport: Transport, brief: bool) -> Iterator[Finding]:

@@ -49,7 +49,6 @@ class EngineLabels(msgspec.Struct, frozen=True, kw_only=True):
     # The most requests it can run at once; 0 if unknown.
     slots: Annotated[int, Meta(ge=0, le=_SLOTS_MAX)] = 0
     carrying: str = ""  # the transports that its connections use for KV now
-    kv_events: str = ""  # the address of its block events; "" if there are none
 
 
 class Announcer:
@@ -65,14 +64,12 @@ class Announcer:
         self._role = role or _OF_VLLM.get(vllm_config.kv_transfer_config.kv_role, BOTH)
         self._model = model
         self._slots: int = vllm_config.scheduler_config.max_num_seqs
-        url = http_url(http)
         labels = EngineLabels(
-            http=url,
+            http=http_url(http),
             rank=rank,
             ranks=ranks,
             stages=stages,
             slots=self._slots,
-            kv_events=_events(vllm_config, url),
         )
         pairs = msgspec.structs.asdict(labels).items()
         self._labels = {name: str(value) for name, value in pairs if value != ""}
@@ -130,18 +127,6 @@ def http_url(text: str) -> str:
 
 
 _PORTS: Final = {"http": 80, "https": 443}
-
-
-def _events(vllm_config: Any, url: str) -> str:
-    """Return the address at which other hosts get vLLM's block events, or ""."""
-    events = getattr(vllm_config, "kv_events_config", None)
-    if events is None or not events.enable_kv_cache_events or events.publisher != "zmq":
-        return ""
-    where, _, port = str(events.endpoint).rpartition(":")
-    # An address with a host is one to connect to, so nobody can listen there.
-    if where not in ("tcp://*", "tcp://[::]"):
-        return ""
-    return f"tcp://{url.partition('://')[2].rpartition(':')[0]}:{port}"
 
 
 def _carrying(communicator: Communicator) -> str:

@@ -76,15 +76,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         if role == base.KVConnectorRole.SCHEDULER:
             self._tables = tuple(sorted({shape.table for shape in shapes}))
             self._holes = _hole_fills(settings, shapes, vllm_config)
-            # On CPUs, vLLM crashes if a request has a seed and its prompt takes several
-            # steps.
-            device = vllm_config.device_config.device_type
             self._scheduler = SchedulerSide(
                 settings,
                 shapes,
                 References.of(config, settings.peers),
                 holes=self._holes,
-                seeds=device != "cpu",
                 limits=_answer_limits(vllm_config.model_config),
             )
             return

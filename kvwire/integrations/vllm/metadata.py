@@ -262,19 +262,15 @@ def answer(
     *,
     computed: bool = True,
     ticket: str = "",
-    seeds: bool = False,
     limits: Mapping[str, int] = NO_LIMITS,
 ) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` by which decode finds prefill's KV.
 
-    With `seeds`, a proxy may add a seed to any request for this engine. `limits` are
-    this engine's own limits of an answer's tokens.
+    `limits` are this engine's own limits of an answer's tokens.
     """
     more: dict[str, Any] = {"stages": stages} if stages > 1 else {}
     if ticket:
         more["ticket"] = ticket
-    if seeds:
-        more["seeds"] = True
     more |= limits
     return {
         "do_remote_prefill": True,

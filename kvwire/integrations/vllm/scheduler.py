@@ -100,11 +100,9 @@ class SchedulerSide:
         salt: bytes = b"",
         holes: HoleFills | None = None,
         *,
-        seeds: bool = False,
         limits: Mapping[str, int] = NO_LIMITS,
     ) -> None:
         self._settings = settings
-        self._seeds = seeds  # whether a proxy may add a seed to any request
         self._limits = limits  # its configuration's limits of an answer's tokens
         self._references = references
         self._shapes = tuple(shapes)
@@ -259,7 +257,6 @@ class SchedulerSide:
             self._addresses,
             stages,
             ticket=ticket,
-            seeds=self._seeds,
             limits=self._limits,
         )
         return True, self._references.signed(params)

@@ -16,8 +16,6 @@ from typing import Any, get_args
 import prometheus_client
 import pytest
 
-import kvwire
-
 if importlib.util.find_spec("vllm") is None:
     pytest.skip(
         "vllm is not installed here; `make test-vllm` installs it",
@@ -57,12 +55,8 @@ with warnings.catch_warnings():
         _answer_limits,
         _with_own_gpu,
     )
+    from kvwire.integrations.vllm.metrics import REASONS
     from kvwire.integrations.vllm.proxy.moving import COMPLETION_TOKENS
-    from kvwire.integrations.vllm.proxy.sharing import (
-        MOVED,
-        EngineReading,
-        read_metrics,
-    )
     from kvwire.integrations.vllm_store.connector import KvwireStoreConnector
     from kvwire.kv.hashing import vllm_block_hashes
     from tests.support.engines.fakes import ORDERS, Request, vllm_configs
@@ -203,15 +197,18 @@ def test_a_proxy_reads_what_the_connector_counts() -> None:
     values: dict[int, list[object]] = {0: ["m", "0"], 1: ["m", "1"]}
     made = KvwireConnector.build_prom_metrics(said, kinds, names, values)
 
-    def reading() -> EngineReading:
-        return read_metrics(prometheus_client.generate_latest(registry).decode())
+    def unmoved(reason: str) -> float:
+        """Prompts of both engines; the counter is there before the first one."""
+        name = "vllm:kvwire_unmoved_prompts_total"
+        total = 0.0
+        for one in ("0", "1"):
+            labels = {"model_name": "m", "engine": one, "reason": reason}
+            found = registry.get_sample_value(name, labels)
+            assert found is not None
+            total += found
+        return total
 
-    assert reading() == EngineReading(
-        is_vllm=True,
-        version=kvwire.__version__,
-        kv_role="kv_consumer",
-        results={MOVED: 0},
-    )
+    assert [unmoved(reason) for reason in REASONS] == [0] * len(REASONS)
     for engine in values:
         stats = KvwireConnector.build_kv_connector_stats({})
         for observed in (
@@ -221,8 +218,14 @@ def test_a_proxy_reads_what_the_connector_counts() -> None:
             more = KvwireConnector.build_kv_connector_stats(observed)
             stats = stats.aggregate(more)
         made.observe(stats.to_dict(), engine)
-    assert reading().results == {MOVED: 2, "unreachable": 2, "refused": 2}
-    assert reading().sent == 2
+    assert {reason: unmoved(reason) for reason in REASONS if unmoved(reason)} == {
+        "unreachable": 2,
+        "refused": 2,
+    }
+    sent = registry.get_sample_value(
+        "vllm:kvwire_sent_bytes_sum", {"model_name": "m", "engine": "0"}
+    )
+    assert sent == 2
 
 
 def test_both_sides_give_what_they_have_counted() -> None:

@@ -22,15 +22,7 @@ import msgspec
 import pytest
 
 import kvwire
-from kvwire.cli.doctor.command import UNWELL
-from kvwire.cli.main import main
-from tests.programs.first_token.requests import (
-    Likeness,
-    apart,
-    draw,
-    likeness,
-    warm_up,
-)
+from tests.programs.answers.requests import Likeness, apart, draw, likeness
 from tests.support.engines.models import make_model, write_byte_tokenizer
 from tests.support.engines.pairs import Pair, running
 from tests.support.engines.relay import BLOCK_TOKENS, Relay
@@ -122,31 +114,6 @@ def pair(
         yield made
 
 
-def test_prompts_that_are_computed_twice_are_noticed(
-    pair: Found, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A proxy that has prefill's address wrong says so within ten requests."""
-    prefill, decode = before((pair.prefill, pair.decode))
-    url = prefill.partition("=http")[2].partition("=")[0]
-    wrong = front(tmp_path, f"--prefill=http{url}=127.0.0.1:9", decode)
-    with running(wrong):
-        for number in range(10):
-            ids = prompt(40, seed=700 + number)
-            assert tokens_of(complete(wrong.url, ids)) == pair.local(ids)
-        assert eventually(lambda: wrong.engines("computes_twice") == {pair.decode.url})
-        assert main(["doctor", "--vllm", wrong.url]) == UNWELL
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "there is no connection to the other engine" in shown
-    # Behind a proxy that has it right, they are shared, as the engine itself says too.
-    for number in range(10):
-        pair.both(prompt(40, seed=800 + number))
-    assert pair.decode.metric("vllm:kvwire_unmoved_prompts_total") >= 3
-    assert eventually(lambda: not pair.proxy.engines("computes_twice"))
-    assert main(["doctor", "--vllm", pair.proxy.url]) == 0
-    assert main(["doctor", "--vllm", pair.prefill.url]) == 0
-    assert "KvwireConnector of kvwire" in capsys.readouterr().out
-
-
 def test_the_model_tells_prompts_apart(pair: Found) -> None:
     """Else the tests below would pass with any KV."""
     ids = prompt(300)
@@ -202,20 +169,15 @@ def test_a_batch(pair: Found) -> None:
     pair.check_alike(range(103, 804, 100), seed=3)
 
 
-def test_prefill_begins_and_decode_continues(pair: Found) -> None:
+def test_requests_of_all_kinds(pair: Found) -> None:
     """Answers with all kinds of options are those of one engine."""
     with httpx.Client() as client:
-        warm_up(client, pair.proxy.url)
         for seed in range(25):
             request = draw(random.Random(seed))
             here = request.answer(client, pair.prefill.url, cache_salt=f"alone {seed}")
             there = request.answer(client, pair.proxy.url)
             alike = likeness(here, there)
             assert alike is not Likeness.DIFFERENT, (seed, apart(here, there))
-        text = client.get(f"{pair.proxy.url}/metrics").text
-    begun = re.search(r'_first_tokens_total{way="prefill"} (\d+)', text)
-    assert begun is not None
-    assert int(begun[1]), text
 
 
 def test_what_decode_has_is_not_sent_again(pair: Found) -> None:

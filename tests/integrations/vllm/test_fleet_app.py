@@ -55,40 +55,6 @@ async def test_too_many_requests() -> None:
         assert line in text
 
 
-async def test_the_page_shows_what_fleet_shows() -> None:
-    now = 0.0
-    may_answer = asyncio.Event()
-    network = Engines(d1=when(may_answer), d2=refused)
-    fleet = fleet_in_turns([P1], [D1, D2])
-    fleet.clock = lambda: now
-    application = app(network, fleet=fleet)
-    asking = asyncio.ensure_future(post(application))
-    await turns_until(lambda: len(network.asked) == 2)
-    page = await call(application, "GET", "/top")
-    assert page.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in page.headers["content-security-policy"]
-    for path in ("/top.css", "/top.js"):
-        assert (await call(application, "GET", path)).status_code == 200
-    said = await call(application, "GET", "/top.json")
-    shown = {table["name"]: table["rows"] for table in said.json()["tables"]}
-    assert [row["cells"][0] for row in shown["engines"]] == [D1.url, D2.url, P1.url]
-    (wait,) = shown["waits"]
-    who, on, *_, why = wait["cells"]
-    assert (who, on) == ("requests of /v1/completions", f"{P1.url}, {D1.url}")
-    assert why == "it waits for the first token"
-    (request,) = shown["requests"]
-    assert request["cells"][0] == "/v1/completions"
-    refused_order = await call(application, "POST", "/top.json")
-    assert refused_order.status_code == 405
-    may_answer.set()
-    assert (await asking).status_code == 200
-    # However many read it, it is made twice a second.
-    assert (await call(application, "GET", "/top.json")).content == said.content
-    now = 0.5
-    shown = (await call(application, "GET", "/top.json")).json()["tables"]
-    assert not [table["name"] for table in shown[::2] if table["rows"]]
-
-
 async def test_retries_beyond_the_budget() -> None:
     """A fleet that is broken is not asked again and again; the client may."""
     network = Engines(d1=refused, d2=refused)

@@ -97,40 +97,6 @@ async def test_engines_hear_nothing_of_each_other_from_clients() -> None:
     assert engines.params("d1") == [None]
 
 
-def hinting(*kinds: str) -> dict[str, Any]:
-    actions = [
-        {"action_type": one, "action_version": "0.1", "payload": {}} for one in kinds
-    ]
-    return {**ASK, "kv_hints": {"protocol_version": "0.1", "actions": actions}}
-
-
-async def test_the_engine_that_answers_gets_hints() -> None:
-    engines = Engines()
-    body = hinting("kv.demote")
-    said = await post(app(engines, hints=True), body)
-    assert said.status_code == 200
-    assert "x-kvwire-hints-refused" not in said.headers
-    (decode,) = engines.params("d1")
-    assert decode["kv_hints"] == body["kv_hints"]
-    assert decode["do_remote_prefill"]
-    assert "kv_hints" not in engines.params("p1")[0]
-    asked = dict(engines.asked)
-    assert not [host for host in ("p1", "d1") if "kv_hints" in asked[host]]
-
-
-async def test_hints_that_are_refused_are_named_and_the_request_goes_on() -> None:
-    engines = Engines()
-    said = await post(app(engines, hints=True), hinting("kv.evict"))
-    assert said.status_code == 200
-    assert "action_type='kv.evict'" in said.headers["x-kvwire-hints-refused"]
-    assert "kv_hints" not in engines.params("d1")[0]
-    said = await post(app(engines), hinting("kv.demote"))
-    assert said.status_code == 200
-    why = "kv_hints: the proxy was started without --kv-hints"
-    assert said.headers["x-kvwire-hints-refused"] == why
-    assert "kv_hints" not in engines.params("d1")[1]
-
-
 async def test_at_once_decode_is_asked_while_prefill_computes() -> None:
     decode_asked = asyncio.Event()
 

@@ -79,17 +79,6 @@ def test_a_prompt_in_one_step(blocks: list[int]) -> None:
     )
 
 
-def test_a_proxy_is_told_that_requests_may_have_seeds() -> None:
-    scheduler = SchedulerSide(VllmSettings(), [SHAPE], PEERS, seeds=True)
-    scheduler.set_addresses({(0, 0): "a:1"})
-    request = Request("r", TOKENS, dict(SENDS))
-    scheduler.allocated(request, [[7, 8, 9]], 0)
-    scheduler.step(first_step([7, 8, 9], 10))
-    _, said = scheduler.finished(request)
-    assert said is not None
-    assert said["seeds"] is True
-
-
 @pytest.mark.parametrize(
     ("says", "told"),
     [

@@ -25,7 +25,6 @@ from kvwire.integrations.vllm.proxy.limits import PROXY_RETRY_RESERVE
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
 from tests.support.engines.proxies import (
     ASK,
-    D1,
     EVENTS,
     Client,
     Decoder,
@@ -151,19 +150,6 @@ async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
     await turns_until(lambda: len(engines.asked) == 1 + len(DECODE))
     await end_task(probing)
     assert {one.state(fleet.clock()) for one in fleet.engines} == {"up"}
-
-
-async def test_what_an_engine_reported_ends_with_its_process() -> None:
-    engines = Engines(d1=refused)
-    fleet = fleet_in_turns([], [D1])
-    (engine,) = fleet.engines
-    engine.context = 4096
-    engine.block_tokens = 16
-    prober = Prober(fleet, engines)
-    probing = asyncio.ensure_future(prober.run())
-    await turns_until(lambda: engine.gone)
-    await end_task(probing)
-    assert (engine.context, engine.block_tokens) == (0, 0)
 
 
 # --- who answers when some engines do not ---------------------------------------------

@@ -114,7 +114,7 @@ class World:
         self.proxies: list[Proxy] = []
         for _ in range(proxies):
             directory = MemoryDirectory(self.hub)
-            fleet = EngineFleet(route="least-loaded", clock=self.loop.time)
+            fleet = EngineFleet(clock=self.loop.time)
             found = Discovery(directory, fleet, allowed)
             found.wake = partial(self._probe, fleet)
             watching = asyncio.create_task(found.watch())

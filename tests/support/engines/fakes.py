@@ -94,7 +94,6 @@ def vllm_configs(
     kv_heads: int = 8,
     layers: tuple[int, int] = (5, 11),
     role: str = "kv_both",
-    events: str = "tcp://*:5557",
     **parallel: Any,
 ) -> tuple[Any, Any]:
     """vLLM's two configs, as far as they are looked at; a model of 11 layers."""
@@ -120,9 +119,6 @@ def vllm_configs(
         device_config=SimpleNamespace(device_type="cpu"),
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config={}, engine_id="0", kv_role=role
-        ),
-        kv_events_config=SimpleNamespace(
-            enable_kv_cache_events=True, publisher="zmq", endpoint=events
         ),
     )
     caches = [

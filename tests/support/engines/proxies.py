@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import errno
-import itertools
 import json
+from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
+    Iterable,
     Mapping,
     Sequence,
 )
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from typing import Any
 from unittest.mock import Mock
 from urllib.parse import urlsplit
@@ -33,7 +33,7 @@ from kvwire.integrations.vllm.proxy.app import ProxyApp, ProxySettings, make_app
 from kvwire.integrations.vllm.proxy.client import EngineClient
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.policy import AT_ONCE, Policy
+from kvwire.integrations.vllm.proxy.policy import AT_ONCE, Choose
 from kvwire.integrations.vllm.proxy.server import ProxyServer
 from kvwire.integrations.vllm.proxy.stopping import Ending
 from tests.support.pairs import turns
@@ -211,19 +211,22 @@ async def turns_until(condition: Callable[[], bool]) -> None:
 # --- proxies --------------------------------------------------------------------------
 
 
-class InTurns(Policy):
-    """Takes engines in turns, so that a test knows which one comes next."""
+def in_turns() -> Choose:
+    """Take engines in turns, so that a test knows which one comes next."""
+    turns: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        self._turns = itertools.count()
+    def choose(engines: Sequence[VllmEngine], _: Mapping[str, Any]) -> VllmEngine:
+        role = engines[0].role
+        turns[role] += 1
+        return engines[(turns[role] - 1) % len(engines)]
 
-    def choose(
-        self, engines: Sequence[VllmEngine], body: Mapping[str, Any]
-    ) -> VllmEngine:
-        return engines[next(self._turns) % len(engines)]
+    return choose
 
 
-fleet_in_turns = partial(EngineFleet, route=f"{__name__}:InTurns")
+def fleet_in_turns(
+    prefill: Iterable[VllmServer] = (), decode: Iterable[VllmServer] = (), **more: Any
+) -> EngineFleet:
+    return EngineFleet(prefill, decode, choose=in_turns(), **more)
 
 
 def app(

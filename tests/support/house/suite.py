@@ -62,7 +62,6 @@ CHECKS = (
         # soak between its faults. A slow network is slow, planted mistakes take time.
         beyond=(
             "tests/programs/bench/",
-            "tests/programs/first_token/times.py",
             "tests/programs/soak/",
             "tests/programs/torture/",
             "tests/support/proxy.py",

@@ -25,12 +25,8 @@ import msgspec
 from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.integrations.hints import HINTS_FIELD, read_hints
-from kvwire.integrations.vllm.announce import PREFILL
 from kvwire.integrations.vllm.proxy import asgi
 from kvwire.integrations.vllm.proxy.admission import Admission, QueueFull
-from kvwire.integrations.vllm.proxy.ahead import AheadPolicy
-from kvwire.integrations.vllm.proxy.checking import SharingCheck
 from kvwire.integrations.vllm.proxy.client import (
     PROBE_S,
     EngineClient,
@@ -38,7 +34,6 @@ from kvwire.integrations.vllm.proxy.client import (
     EngineResponse,
     Prober,
 )
-from kvwire.integrations.vllm.proxy.copying import CopyAhead
 from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
@@ -69,24 +64,10 @@ from kvwire.integrations.vllm.proxy.passing import (
 )
 from kvwire.integrations.vllm.proxy.policy import AT_ONCE
 from kvwire.integrations.vllm.proxy.stopping import Ending
-from kvwire.integrations.vllm.proxy.store_verbs import (
-    SALT_FIELD,
-    TOKENIZED,
-    StoreBehind,
-    StoreVerbs,
-)
-from kvwire.integrations.vllm.proxy.view import (
-    FleetPage,
-    ProxyCollector,
-    ProxyState,
-    fleet_view,
-)
+from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire.integrations.vllm.references import UNSIGNED, References
 from kvwire.limits import KIB
-from kvwire.observe.page import PATHS, page_file
 from kvwire.security.web_pages import why_foreign
-from kvwire.store.limits import STORE_ORDER_BYTES_MAX
-from kvwire.store.order import VERBS
 from kvwire.types import in_bytes, is_loopback
 from kvwire.wire.control import DECODE_ERRORS
 
@@ -118,9 +99,6 @@ _KEPT_HEADERS: Final = (
 _OF_PAGES: Final = "access-control-"
 # A larger field is forwarded unchanged, without decoding and encoding it.
 _LARGE_BYTES: Final = 64 * KIB
-# The answer header that lists the refused hints of a request, with reasons.
-_REFUSED_HINTS: Final = "x-kvwire-hints-refused"
-_REFUSED_CHARS: Final = 1024
 # How many of the PROXY_BODY_VALUES_MAX values each object or list counts as.
 _CONTAINER_VALUES: Final = 8
 _LENGTH_DIGITS: Final = 18
@@ -138,10 +116,6 @@ class ProxySettings:
         admission: Limits the requests that run and wait; by default the usual limits.
         operator_key: The key that operators send; empty for requests of this host only.
         migrate: Whether streams can continue at another engine.
-        first_token: The role of the engine that sends the first token of a stream.
-        hints: Whether clients' KV hints are passed to engines.
-        store: The store to which the engines save.
-        copy_ahead: Chooses prefixes that are copied to a second engine.
     """
 
     order: str = AT_ONCE
@@ -149,10 +123,6 @@ class ProxySettings:
     admission: Admission | None = None
     operator_key: bytes = b""
     migrate: bool = False
-    first_token: str = PREFILL
-    hints: bool = False
-    store: StoreBehind | None = None
-    copy_ahead: AheadPolicy | None = None
 
 
 def make_app(
@@ -167,7 +137,7 @@ def make_app(
     client = client or EngineClient()
     front = _Front(fleet, client, ending or Ending(), settings, discovery)
     prober = Prober(fleet, client)
-    running = [prober.run, SharingCheck(fleet, client, settings.order).run]
+    running = [prober.run]
     if discovery is not None:
         discovery.wake = prober.wake
         running.append(discovery.watch)
@@ -176,11 +146,8 @@ def make_app(
     async def run() -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
-            stack.push_async_callback(fleet.close)
             if discovery is not None:
                 stack.push_async_callback(discovery.close)
-            if front.ahead is not None:
-                stack.push_async_callback(front.ahead.close)
             for work in running:
                 stack.push_async_callback(end_task, _started(work()))
             yield
@@ -207,13 +174,9 @@ class ProxyApp:
             "/health": (read, front.health),
             "/metrics": (read, front.metrics),
             "/fleet": (read, front.fleet),
-            **dict.fromkeys(PATHS, (read, front.page)),
             "/drain": (write, front.drain),
             "/migrate": (write, front.migrate),
-            "/copy-ahead": (write, front.copy_ahead),
         }
-        if front.verbs is not None:
-            self._routes |= {f"/kv/{name}": (write, front.verb) for name in VERBS}
 
     async def __call__(
         self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
@@ -295,19 +258,10 @@ class _Front:
             self.dispatcher,
             fleet,
             self.state.moves,
-            self.state.first_tokens,
             migrate=settings.migrate,
-            early=settings.first_token == PREFILL,
         )
-        self.verbs: StoreVerbs | None = None
-        if settings.store is not None:
-            self.verbs = StoreVerbs(settings.store, client, fleet)
-        self.ahead: CopyAhead | None = None
-        if settings.copy_ahead is not None:
-            self.ahead = CopyAhead(settings.copy_ahead, self.dispatcher, fleet, client)
         self.registry = CollectorRegistry()
         self.registry.register(ProxyCollector(self.state))
-        self.fleet_page = FleetPage(self.state)
         # Held while a large body is decoded.
         self.large = asyncio.Lock()
 
@@ -344,27 +298,8 @@ class _Front:
         headers = _passed_on(asked)
         since = self.state.fleet.clock()
         request = ClientRequest(asked.path, body, headers, since, large=large)
-        refused = self._take_hints(request)
         async with self.ending.limits():
-            answer = self._relayed(await self._asked(request, stack), stack)
-        if self.ahead is not None:
-            self.ahead.answered(request)
-        return HttpAnswer(answer.status, {**answer.headers, **refused}, answer.body)
-
-    def _take_hints(self, request: ClientRequest) -> dict[str, str]:
-        """Remove hints from a body; return a header that lists the refused ones."""
-        envelope = request.body.pop(HINTS_FIELD, None)
-        request.large = {k: v for k, v in request.large.items() if k != HINTS_FIELD}
-        if envelope is None:
-            return {}
-        hints = read_hints(envelope)
-        reasons = hints.refused
-        if not self.settings.hints:
-            reasons = (f"{HINTS_FIELD}: the proxy was started without --kv-hints",)
-        elif hints.actions:
-            request.hints = envelope
-        text = "; ".join(reasons).encode("ascii", "backslashreplace").decode()
-        return {_REFUSED_HINTS: text[:_REFUSED_CHARS]} if text else {}
+            return self._relayed(await self._asked(request, stack), stack)
 
     @asynccontextmanager
     async def _alone(self, content: bytes) -> AsyncIterator[None]:
@@ -415,14 +350,6 @@ class _Front:
     async def fleet(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
         return as_json(fleet_view(self.state))
 
-    async def page(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Answer with a file of the web page, or with the data that it shows."""
-        if (file := page_file(asked.path)) is not None:
-            headers, content = file
-            return HttpAnswer(headers=headers, body=content)
-        headers, content = self.fleet_page.data()
-        return HttpAnswer(headers=headers, body=content)
-
     async def drain(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
         """Stop sending new requests to an engine, and move its streams if possible.
 
@@ -440,25 +367,6 @@ class _Front:
                 await engine.idle()
         status = HTTPStatus.ACCEPTED if engine.running else HTTPStatus.OK
         return as_json({"engine": engine.url, "running": engine.running}, status)
-
-    async def verb(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
-        """Let the store execute a verb on the blocks of a prompt or of a request."""
-        assert self.verbs is not None
-        order = _decoded(await _read(asked, STORE_ORDER_BYTES_MAX))[0]
-        if name := order.pop("request", ""):
-            order |= self._prompt_of(str(name))
-        async with self.ending.limits():
-            return await self.verbs.carry_out(asked.path, order, asked.headers)
-
-    def _prompt_of(self, name: str) -> dict[str, Any]:
-        """Return a running request's prompt, by its own id or its answer's id."""
-        moving = self.moves.named(name)
-        for one in (*moving, *self.state.requests):
-            if one in moving or one.headers.get("x-request-id") == name:
-                named = (*TOKENIZED, SALT_FIELD)
-                return {k: one.body[k] for k in named if k in one.body}
-        why = f"no running request has the id {name!r}"
-        raise Refused(HTTPStatus.NOT_FOUND, why)
 
     async def migrate(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
         """Move one request, or all requests of an engine, to another engine."""
@@ -478,21 +386,6 @@ class _Front:
         stayed = any(STAYED in one for one in moved)
         status = HTTPStatus.CONFLICT if stayed else HTTPStatus.OK
         return as_json({"requests": moved}, status)
-
-    async def copy_ahead(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        """Copy a prompt's KV to the engine that its next request will use."""
-        if self.ahead is None:
-            why = "the proxy was started without --copy-ahead"
-            raise Refused(HTTPStatus.CONFLICT, why)
-        take = stack.enter_context(self.state.admission.place())
-        body, _ = _decoded(await _read(asked, PROXY_BODY_BYTES_MAX, take))
-        for name in ("kv_transfer_params", HINTS_FIELD):
-            body.pop(name, None)
-        path = f"/v1/{'chat/' if 'messages' in body else ''}completions"
-        since = self.state.fleet.clock()
-        request = ClientRequest(path, body, _passed_on(asked), since)
-        begun = self.ahead.copy(request, body)
-        return as_json({"begun": begun}, HTTPStatus.ACCEPTED)
 
     def _at(self, engine: VllmEngine) -> list[ClientRequest]:
         return [asked for asked in self.state.requests if asked.decode is engine]

@@ -326,10 +326,8 @@ class Prober:
             if isinstance(exc, EngineFailed) and not exc.silent:
                 if exc.down:
                     engine.gone = True
-                    engine.forget()
                 return
             engine.slow = engine.gone = True
-            engine.forget()
             engine.give_up()
             return
         engine.slow = engine.gone = False

@@ -10,9 +10,7 @@ from typing import Any, Final
 from kvwire.directory import Selector, open_directory
 from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import BackendUnavailable, UsageError
-from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.admission import Admission
-from kvwire.integrations.vllm.proxy.ahead import make_ahead
 from kvwire.integrations.vllm.proxy.discovery import Discovery
 from kvwire.integrations.vllm.proxy.engines import parse_engine
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
@@ -24,7 +22,7 @@ from kvwire.integrations.vllm.proxy.limits import (
     PROXY_WAITING_MAX,
 )
 from kvwire.integrations.vllm.proxy.members import AllowedHosts
-from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE, LEAST_LOADED
+from kvwire.integrations.vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
 from kvwire.integrations.vllm.references import References
 from kvwire.security.keys import read_key_file
 
@@ -39,12 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fleet = EngineFleet(
             map(parse_engine, options.prefill),
             map(parse_engine, options.decode),
-            route=options.route,
         )
         keys = [read_key_file(options.psk_file)] if options.psk_file else []
         operator = options.operator_key_file
         operator_key = read_key_file(operator) if operator else b""
-        copy_ahead = make_ahead(options.copy_ahead) if options.copy_ahead else None
         discovery: Discovery | None = None
         if options.directory:
             directory = open_directory(options.directory)
@@ -64,9 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         from kvwire.integrations.vllm.proxy.server import ProxyServer  # noqa: PLC0415
         from kvwire.integrations.vllm.proxy.stopping import Ending  # noqa: PLC0415
-        from kvwire.integrations.vllm.proxy.store_verbs import (  # noqa: PLC0415
-            StoreBehind,
-        )
     except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
@@ -75,19 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # too.
     there = _have_descriptors(connections + 2 * options.running + MEMBERS_MAX)
     ending = Ending()
-    store = None
-    if options.store:
-        store = StoreBehind(options.store, options.store_block_tokens)
     settings = ProxySettings(
         order=options.order,
         references=References(keys),
         admission=Admission(options.running, options.queue),
         operator_key=operator_key,
         migrate=options.migrate,
-        first_token=options.first_token,
-        hints=options.kv_hints,
-        store=store,
-        copy_ahead=copy_ahead,
     )
     app = make_app(fleet, settings, discovery=discovery, ending=ending)
     where = options.host, options.port
@@ -173,33 +159,6 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "help": "streams of /v1/completions can go on at another engine: POST "
         "/migrate, POST /drain, and when an engine dies",
     },
-    "--kv-hints": {
-        "action": "store_true",
-        "help": "pass the field kv_hints of clients' requests to the engines' store",
-    },
-    "--store": {
-        "default": "",
-        "help": "the HTTP of the store server that engines save to (its --metrics), "
-        "such as http://10.0.0.5:9400: POST /kv/pin and other verbs, with its keys",
-    },
-    "--store-block-tokens": {
-        "type": int,
-        "default": 0,
-        "help": "the engines' --block-size, for verbs that name a prompt; by default "
-        "an engine's /metrics has it",
-    },
-    "--first-token": {
-        "choices": (PREFILL, DECODE),
-        "default": PREFILL,
-        "help": "which engine sends a stream's first token, where both would send the "
-        "same: prefill, as soon as it has it",
-    },
-    "--copy-ahead": {
-        "default": "",
-        "metavar": "POLICY",
-        "help": "copy prefixes to a second engine before it is asked for them: "
-        "hot-prefixes, or an entry point in kvwire.copy_ahead; off by default",
-    },
     "--host": {
         "default": "127.0.0.1",
     },
@@ -211,11 +170,6 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "choices": (AT_ONCE, IN_SEQUENCE),
         "default": AT_ONCE,
         "help": "both engines at once, or decode when prefill has answered",
-    },
-    "--route": {
-        "default": LEAST_LOADED,
-        "help": "which engine: least-loaded, kv-events (where the prompt's blocks "
-        "are), or package.module:Class",
     },
     "--running": {
         "type": int,

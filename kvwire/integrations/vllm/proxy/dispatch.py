@@ -36,7 +36,6 @@ from typing import Any, Final
 import msgspec
 
 from kvwire.aio import end_task
-from kvwire.integrations.hints import HINTS_FIELD
 from kvwire.integrations.vllm.announce import DECODE, PREFILL
 from kvwire.integrations.vllm.metadata import answer as kv_params
 from kvwire.integrations.vllm.proxy.admission import RetryBudget
@@ -47,15 +46,6 @@ from kvwire.integrations.vllm.proxy.client import (
     EngineResponse,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine, VllmServer
-from kvwire.integrations.vllm.proxy.first import (
-    COMPLETIONS,
-    DECODE_FIRST,
-    FIRST_OF_ITS_KIND,
-    ONE_ENGINE,
-    Continued,
-    FirstToken,
-    read_beginning,
-)
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import (
     PROXY_BODY_BYTES_MAX,
@@ -69,6 +59,7 @@ from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
+COMPLETIONS: Final = "/v1/completions"
 # Decoding options that make no sense for a prefill with one token.
 _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
 _COPIES: Final = ("n", "best_of")
@@ -104,9 +95,6 @@ class ClientRequest:
     waits_for: str = "its turn"  # the event it is waiting for
     engines: tuple[str, ...] = ()  # URLs of its engines
     decode: VllmEngine | None = None  # the engine that answers
-    hints: Any = None  # KV hints for the engine that answers; None if there are none
-    # Its first token, if prefill may send it; None if decode sends the whole answer.
-    first: FirstToken | None = None
     # Limits of its engines' configuration, in tokens of an answer; 0 without one. The
     # first one is for requests that set no limit themselves.
     answer_tokens: int = 0
@@ -152,11 +140,7 @@ class Dispatcher:
         last = EngineFailed(None, "no engine takes requests")
         # Reasons by role, since clients must not learn engines' addresses.
         whys: dict[str, None] = {}
-        # With a limit of one token nothing is left to decode, so prefill answers alone.
-        single = asked.content is None and limit_of(asked.path, asked.body) == 1
-        roles = (PREFILL, DECODE) if single else (DECODE, PREFILL)
-        pick = self._fleet.pick_to_answer
-        while (decode := pick(asked.body, tried, roles=roles)) is not None:
+        while (decode := self._fleet.pick_to_answer(asked.body, tried)) is not None:
             now = self._fleet.clock()
             # If no engine was reached, another try costs no engine any work.
             if tried and (last.reached or decode.is_down(now)):
@@ -164,7 +148,7 @@ class Dispatcher:
                 if alone and decode.is_down(now):
                     break
             prefill = None
-            if not (alone or single):
+            if not alone:
                 prefill = await self._pick_prefill(asked, decode, tried, last)
             asked.engines = (decode.url,)
             asked.decode = decode
@@ -242,18 +226,18 @@ class Dispatcher:
 
         Cancel safety: safe, it only asks.
         """
-        if not engine.context:
-            async with self._client.ask(engine, "/v1/models", headers) as response:
-                content = await response.body(PROXY_EVENT_BYTES_MAX)
-            # An adapter's entry has no length, and a foreign engine's may be anything.
-            malformed = (*DECODE_ERRORS, AttributeError, KeyError, TypeError)
-            with contextlib.suppress(*malformed):
-                entries = msgspec.json.decode(content)["data"]
-                known = [_count(one.get("max_model_len")) for one in entries]
-                engine.context = max(known, default=0)
-        if not engine.context:
+        async with self._client.ask(engine, "/v1/models", headers) as response:
+            content = await response.body(PROXY_EVENT_BYTES_MAX)
+        context = 0
+        # An adapter's entry has no length, and a foreign engine's may be anything.
+        malformed = (*DECODE_ERRORS, AttributeError, KeyError, TypeError)
+        with contextlib.suppress(*malformed):
+            entries = msgspec.json.decode(content)["data"]
+            known = [_count(one.get("max_model_len")) for one in entries]
+            context = max(known, default=0)
+        if not context:
             raise EngineFailed(engine, "/v1/models has no max_model_len")
-        return engine.context
+        return context
 
     # --- one try ----------------------------------------------------------------------
 
@@ -268,28 +252,18 @@ class Dispatcher:
 
         Cancel safety: safe, as :meth:`ask`.
         """
-        first = asked.first
-        if first is not None:
-            first.why = ONE_ENGINE
         if source is None:
             return await self._answer(to, asked, asked.body, attempt)
-        wanted = asked.body
-        if first is not None:
-            more = first.of_both(source)
-            first = first if more is not None else None
-            wanted = {**wanted, **(more or {})}
         # In sequence, prefill reports where the KV is once it has computed it.
         in_sequence = self._order == IN_SEQUENCE
         name = "" if in_sequence else secrets.token_hex(16)
         named = name, self._references
-        body = for_prefill(wanted, to.server, *named)
-        if first is not None:
-            body["return_token_ids"] = True
+        body = for_prefill(asked.body, to.server, *named)
         computed = asyncio.ensure_future(self._compute(source, asked, body))
         # Its answer comes at about the same time as decode's, and is not cancelled
         # then.
         attempt.push_async_callback(end_task, computed)
-        body = for_decode(wanted, source.server, *named)
+        body = for_decode(asked.body, source.server, *named)
         asked.engines = (source.url, to.url)
         params: Any = None
         if in_sequence:
@@ -302,22 +276,18 @@ class Dispatcher:
             body["kv_transfer_params"] = params
         found = None
         if params != _NOT_SENT:
-            found = await self._fetched(to, asked, first, body, computed, attempt)
+            found = await self._fetched(to, asked, body, computed, attempt)
         return found or await self._answer(to, asked, asked.body, attempt)
 
     async def _fetched(
         self,
         engine: VllmEngine,
         asked: ClientRequest,
-        first: FirstToken | None,
         body: dict[str, Any],
         computed: asyncio.Future[_Computed],
         attempt: AsyncExitStack,
     ) -> EngineResponse | None:
         """Return the answer of an engine that fetches KV; see :func:`_first_of`.
-
-        If prefill has given the first token, return at once; the answer then continues
-        with that engine's.
 
         Return None also if the engine reports a failure: unless vLLM is configured to
         recompute, it fails a request whose KV was lost, although the engine may be
@@ -327,13 +297,8 @@ class Dispatcher:
         answer = asyncio.ensure_future(self._answer(engine, asked, body, waiting))
         # Cancelled before its connection is closed.
         attempt.push_async_callback(end_task, answer)
-        found: EngineResponse | None = None
         try:
-            if first is not None:
-                found = await _begun_by_prefill(first, engine, answer, computed)
-            found = found or await _first_of(answer, computed)
-            if first is not None and first.why == FIRST_OF_ITS_KIND:
-                await _learn(first, engine, found, computed)
+            found = await _first_of(answer, computed)
         except EngineFailed as exc:
             lost = HTTPStatus.INTERNAL_SERVER_ERROR
             if exc.engine is not engine or exc.status != lost:
@@ -363,19 +328,17 @@ class Dispatcher:
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             fields = msgspec.json.decode(content)
             params = fields.get("kv_transfer_params")
-            if response.is_error:
-                return _Computed(response, _NOT_SENT, fields)
-            params = params if isinstance(params, dict) else _NOT_SENT
-            engine.seeds = params.get("seeds") is True
+            if response.is_error or not isinstance(params, dict):
+                return _Computed(response, _NOT_SENT)
             asked.answer_tokens = _count(params.get("answer_tokens"))
             asked.answer_tokens_max = _count(params.get("answer_tokens_max"))
             named = body["kv_transfer_params"]["transfer_id"]
             # Decode would wait in vain for a prompt of another connector, unless it has
             # that connector too and gets the request after prefill's answer.
-            right = engine.shared.note_params(params, named)
-            params = params if right or not named else _NOT_SENT
-            return _Computed(response, params, fields)
-        return _Computed(response, None, None)
+            if named and params.get("transfer_id") != named:
+                params = _NOT_SENT
+            return _Computed(response, params)
+        return _Computed(response, None)
 
     async def _answer(
         self,
@@ -387,9 +350,6 @@ class Dispatcher:
         asked.waits_for = "the first token"
         attempt.enter_context(engine.at_work())
         path = asked.path + asked.query
-        if asked.hints is not None:
-            params = body.get("kv_transfer_params") or {}
-            body = body | {"kv_transfer_params": params | {HINTS_FIELD: asked.hints}}
         sent = asked.sent(body) if asked.content is None else asked.content
         response = await attempt.enter_async_context(
             self._client.ask(engine, path, asked.headers, sent, asked.method)
@@ -408,7 +368,6 @@ class _Computed:
 
     response: EngineResponse
     params: dict[str, Any] | None  # where the KV is; None if it cannot be parsed
-    fields: Any  # its fields; None likewise
 
 
 @dataclass(slots=True)
@@ -490,45 +449,6 @@ async def _first_of(
             return None
         await asyncio.wait((answer,))
     return answer.result()
-
-
-async def _begun_by_prefill(
-    first: FirstToken,
-    decode: VllmEngine,
-    answer: asyncio.Future[EngineResponse],
-    computed: asyncio.Future[_Computed],
-) -> EngineResponse | None:
-    """Return a stream that begins with prefill's token; None if decode begins it."""
-    await asyncio.wait((answer, computed), return_when=asyncio.FIRST_COMPLETED)
-    if answer.done() or computed.exception() is not None:
-        first.why = DECODE_FIRST
-        return None
-    prompt = computed.result()
-    if prompt.response.is_error or prompt.params == _NOT_SENT:
-        return None
-    if not (content_type := first.begin(decode, prompt.fields)):
-        return None
-    kept = prompt.response.headers.items()
-    headers = {name: value for name, value in kept if name not in FRAMES}
-    headers["content-type"] = content_type
-    parts = Continued(first, decode, answer)
-    return EngineResponse(decode, HTTPStatus.OK, headers, parts)
-
-
-async def _learn(
-    first: FirstToken,
-    decode: VllmEngine,
-    answer: EngineResponse | None,
-    computed: asyncio.Future[_Computed],
-) -> None:
-    """Learn how decode begins its streams, from its answer and prefill's."""
-    if answer is None or answer.engine is not decode or answer.is_error:
-        return
-    kind = answer.headers.get("content-type", "")
-    if kind.startswith(EVENTS):
-        content, rest = await read_beginning(answer, first.count)
-        first.learn(decode, kind, content, computed.result().fields)
-        answer.parts = _Chained(content + rest, answer.parts)
 
 
 def _failure(response: EngineResponse, content: bytes) -> EngineFailed:

@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import xxhash
 
 from kvwire.errors import UsageError, without_password
 from kvwire.integrations.vllm.announce import BOTH
-from kvwire.integrations.vllm.proxy.sharing import SharedPrompts
 from kvwire.types import Address
 
 # An engine that failed a request gets no other one for this time, if another engine can
@@ -63,16 +62,6 @@ def _is_url(text: str) -> bool:
     return parts.scheme in ("http", "https") and bool(where) and not more
 
 
-@dataclass(frozen=True, slots=True)
-class Beginning:
-    """The form in which an engine begins its streams."""
-
-    content_type: str  # of the stream
-    # Its first events, up to the first token; none if the engine returns parsed content
-    # and not only text.
-    events: list[dict[str, Any]]
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class VllmEngine:
     """The state of one engine.
@@ -100,14 +89,6 @@ class VllmEngine:
     running: int = 0  # its running requests from this proxy
     answered: int = 0  # requests it has answered
     failed: int = 0  # requests it has failed
-    # The results of prompts that it shares with another engine.
-    shared: SharedPrompts = field(default_factory=SharedPrompts)
-    # Whether its answers state that any request may have a seed.
-    seeds: bool = False
-    context: int = 0  # the most tokens of a prompt and its answer; 0 if unknown
-    block_tokens: int = 0  # tokens in a block of its cache; 0 if unknown
-    # How its streams begin, by path, and by whether each event counts tokens.
-    beginnings: dict[tuple[str, bool], Beginning] = field(default_factory=dict)
     seed: int = field(init=False)  # a hash of its URL, for rendezvous hashing
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -125,11 +106,6 @@ class VllmEngine:
         """Its running requests: this proxy's, or its own count if that is higher."""
         announced = round(self.load * (self.slots or 1)) if self.load else 0
         return max(self.running, announced)
-
-    @property
-    def computes_twice(self) -> bool:
-        """Whether prompts that it shares are computed by both engines."""
-        return any(one.state == "missing" for one in self.shared.findings)
 
     def does(self, role: str) -> bool:
         """Return whether it has a role."""
@@ -187,13 +163,6 @@ class VllmEngine:
             yield
         finally:
             self._waits.discard(wait)
-
-    def forget(self) -> None:
-        """Forget what its process has reported: the next one may have other options."""
-        self.seeds = False
-        self.context = 0
-        self.block_tokens = 0
-        self.beginnings.clear()
 
     def give_up(self) -> None:
         """Cancel all waits for its answers, since it no longer responds."""

@@ -20,7 +20,7 @@ from kvwire.errors import UsageError
 from kvwire.integrations.vllm.announce import BOTH, DECODE, PREFILL
 from kvwire.integrations.vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
 from kvwire.integrations.vllm.proxy.members import VllmMember
-from kvwire.integrations.vllm.proxy.policy import LEAST_LOADED, make_policy
+from kvwire.integrations.vllm.proxy.policy import Choose, least_loaded
 
 
 class EngineFleet:
@@ -31,11 +31,11 @@ class EngineFleet:
         prefill: Iterable[VllmServer] = (),
         decode: Iterable[VllmServer] = (),
         *,
-        route: str = LEAST_LOADED,
+        choose: Choose = least_loaded,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock: Callable[[], float] = clock
-        self._policies = {role: make_policy(route) for role in (PREFILL, DECODE)}
+        self._choose = choose
         # Bounded by the command line.
         self._static = {one: VllmEngine(server=one, role=PREFILL) for one in prefill}
         for one in decode:
@@ -83,7 +83,7 @@ class EngineFleet:
         now = self.clock()
         choice = [engine for engine in left if engine.is_up(now)]
         choice = choice or [one for one in left if down or not one.is_down(now)]
-        return self._policies[role].choose(choice, body) if choice else None
+        return self._choose(choice, body) if choice else None
 
     def pick_to_answer(
         self,
@@ -112,7 +112,6 @@ class EngineFleet:
 
     def down(self, engine: VllmEngine) -> None:
         """Mark an engine as down for a while, so that other requests avoid it."""
-        engine.forget()
         engine.down_until = self.clock() + DOWN_S
 
     def drain(self, url: str, *, draining: bool = True) -> VllmEngine:
@@ -129,21 +128,6 @@ class EngineFleet:
                 return engine
         known = ", ".join(sorted(engine.url for engine in self.engines))
         raise UsageError(f"no engine at {wanted!r}; known engines: {known or 'none'}")
-
-    def holders(self, tokens: Sequence[int]) -> dict[str, int]:
-        """Return by URL the number of leading tokens that each engine caches."""
-        held: dict[str, int] = {}
-        for policy in self._policies.values():
-            held.update(policy.holders(self.engines, tokens))
-        return held
-
-    async def close(self) -> None:
-        """Close the routing policies.
-
-        Cancel safety: some policies may stay open.
-        """
-        for policy in self._policies.values():
-            await policy.close()
 
     # --- records from a directory -----------------------------------------------------
 

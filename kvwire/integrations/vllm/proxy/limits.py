@@ -50,23 +50,10 @@ PROXY_IDLE_MAX: Final = 1024
 PROXY_UNREAD_S: Final = 60.0
 # An engine's answer to /health; vLLM sends only a status.
 PROXY_HEALTH_BYTES_MAX: Final = 64 * KIB
-# An engine's answer to /metrics; vLLM's with a connector has 200 KB for each of its
-# data-parallel engines.
-PROXY_METRICS_BYTES_MAX: Final = 16 * MIB
 # One event of a stream; the first one lists the prompt's tokens, and a million of those
 # are 7 MB.
 PROXY_EVENT_BYTES_MAX: Final = 16 * MIB
 # A moving request gets no tokens for at most this time; then it stays at its engine.
 PROXY_MOVE_S: Final = 10.0
-# How many prefixes are copied ahead at once, and for how long at most, so that they do
-# not take engines from requests; and how many are counted, each with a prompt to
-# compare.
-PROXY_COPIES_MAX: Final = 2
-PROXY_COPY_S: Final = 60.0
-PROXY_PREFIXES_MAX: Final = 256
 # Requests moved at once from a drained engine: each costs its target a prompt's KV.
 PROXY_MOVES_MAX: Final = 8
-# Blocks that the proxy tracks for one engine's cache, of 200 bytes each: a GPU's 141 GB
-# hold about 100,000 blocks of 16 tokens. The second limit is for one message.
-KV_EVENT_BLOCKS_MAX: Final = 1_000_000
-KV_EVENT_BYTES_MAX: Final = 16 * MIB

@@ -88,10 +88,7 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
         raise UsageError(f"role {shown(record.role)} is not one of {', '.join(ROLES)}")
     url = http_url(labels.http)
     address = _tcp(record.address)
-    hosts = [address.host, urlsplit(url).hostname or ""]
-    if labels.kv_events:
-        hosts.append(_tcp(labels.kv_events).host)
-    for host in hosts:
+    for host in (address.host, urlsplit(url).hostname or ""):
         allowed.check(host)
     return VllmMember(url, str(address), labels, record)
 

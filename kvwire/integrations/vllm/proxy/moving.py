@@ -22,19 +22,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from kvwire.integrations.vllm.announce import DECODE, PREFILL
+from kvwire.integrations.vllm.announce import DECODE
 from kvwire.integrations.vllm.proxy.client import EngineFailed, EngineResponse
 from kvwire.integrations.vllm.proxy.dispatch import (
+    COMPLETIONS,
     FRAMES,
     ClientRequest,
     Dispatcher,
@@ -42,7 +42,6 @@ from kvwire.integrations.vllm.proxy.dispatch import (
     limit_of,
 )
 from kvwire.integrations.vllm.proxy.engines import VllmEngine
-from kvwire.integrations.vllm.proxy.first import COMPLETIONS, Continued, FirstToken
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.limits import (
     PROXY_EVENT_BYTES_MAX,
@@ -50,19 +49,15 @@ from kvwire.integrations.vllm.proxy.limits import (
     PROXY_MOVE_S,
     PROXY_MOVES_MAX,
 )
-from kvwire.integrations.vllm.proxy.whole import (
-    AS_STREAM,
-    Event,
-    in_one_piece,
-    reading,
-)
 from kvwire.wire.control import DECODE_ERRORS
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
+Event: TypeAlias = dict[str, Any] | bytes
+"""The content of a stream's event; its bytes if it is not a JSON object."""
+
 MOVED: Final = "moved"
 STAYED: Final = "stayed"
-REGAINED: Final = "regained"
 
 # Fields that have the same effect on a token in the prompt and in the answer. Any other
 # field may treat the two differently, so a request with it cannot move.
@@ -117,40 +112,6 @@ _DONE: Final = frozenset(
         *_OF_CHATS,
     )
 )
-# Reasons why decode sends the first token, beside those in first.py.
-OFF: Final = "off"
-SINGLE: Final = "one token"
-NOT_STREAMED: Final = "not streamed"
-_OTHER_FIELD: Final = "another field"
-# Fields that are such a reason; clients may send any other fields.
-_NAMED: Final = frozenset(
-    (
-        "stream",
-        "stream_options",
-        "messages",
-        "prompt",
-        "max_tokens",
-        "n",
-        "best_of",
-        "echo",
-        "logprobs",
-        "top_logprobs",
-        "prompt_logprobs",
-        "stop",
-        "presence_penalty",
-        "frequency_penalty",
-        "bad_words",
-        "response_format",
-        "structured_outputs",
-        "tools",
-        "tool_choice",
-        OFF,
-        SINGLE,
-        NOT_STREAMED,
-    )
-)
-# The prefix of names that the proxy gives to requests.
-_NAME_BYTES: Final = 16
 _ENDED: Final = "it has ended"
 # vLLM's reason for the end of an answer when the engine is stopped.
 _ABORT: Final = "abort"
@@ -180,10 +141,8 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     chat = path != COMPLETIONS
     if chat and not _is_text(body.get("messages")):
         return "messages"
-    if body.get("stream") not in (None, False, True):
+    if body.get("stream") is not True:
         return "stream"
-    if not body.get("stream") and body.get("stream_options") is not None:
-        return "stream_options"
     # Without a limit, a chat ends where its engine's configuration says.
     limit = _limit(path, body)
     if type(limit) is not int and not (chat and limit is None):
@@ -199,43 +158,10 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     return "" if is_for_two(dict(body)) else "prompt"
 
 
-def waiting_field(path: str, body: Mapping[str, Any]) -> str:
-    """Return the field because of which decode must begin a stream, or "".
-
-    After the first token, a request continues on the same decode engine, unless the two
-    engines sample different tokens. Only then does the rest have to follow from the
-    tokens alone, and the seed may change.
-    """
-    if limit_of(path, body) == 1:
-        return SINGLE
-    if not body.get("stream"):
-        return NOT_STREAMED
-    exact = {name: value for name, value in body.items() if name != "seed"}
-    stop = exact.get("stop")
-    stops = [stop] if isinstance(stop, str) else stop
-    if isinstance(stops, list) and all(isinstance(one, str) for one in stops):
-        del exact["stop"]  # see first.py
-    if _logged(path, exact) is not None:
-        del exact["logprobs"]
-        exact.pop("top_logprobs", None)
-    return immovable_field(path, exact)
-
-
 def _limit(path: str, body: Mapping[str, Any]) -> Any:
     """Return an answer's limit of tokens; None if only its engine limits it."""
     limit = limit_of(path, body)
     return COMPLETION_TOKENS if limit is None and path == COMPLETIONS else limit
-
-
-def _logged(path: str, body: Mapping[str, Any]) -> int | None:
-    """Return the ``logprobs`` for a completion that replaces a request, or None.
-
-    With the number n, a completion returns n alternatives per token, a chat n - 1.
-    """
-    logged = body.get("logprobs")
-    if path != COMPLETIONS:
-        logged = body.get("top_logprobs", 0) if logged is True else None
-    return logged if type(logged) is int else None
 
 
 def _is_text(messages: Any) -> bool:
@@ -252,12 +178,9 @@ def _is_text(messages: Any) -> bool:
 class MovableStream:
     """Passes on an engine's stream of events, and moves it to another engine."""
 
-    def __init__(
-        self, moves: Moves, asked: ClientRequest, *, follows: bool = True
-    ) -> None:
+    def __init__(self, moves: Moves, asked: ClientRequest) -> None:
         self._moves = moves
         self._asked = asked
-        self._follows = follows  # whether it can move until it ends
         self._gives_up = AsyncExitStack()
         self._parts: AsyncIterator[bytes] | None = None
         self._read = b""  # bounded: PROXY_EVENT_BYTES_MAX
@@ -278,10 +201,6 @@ class MovableStream:
         self._over = False
         self._moving = False
         self._order: tuple[VllmEngine, asyncio.Future[str]] | None = None
-        # If prefill began the stream and decode failed to continue it: where the
-        # token's text ends, and how far the text of the tokens has come.
-        self._kept = ""
-        self._offset = 0
         # The answer's id, as the client sees it; "" before the answer has begun.
         self.id: str = ""
 
@@ -293,35 +212,19 @@ class MovableStream:
         await stack.enter_async_context(self._gives_up)
         stack.callback(self._end)
         asked = self._asked
-        streamed = bool(asked.body.get("stream"))
-        body = asked.body if streamed else asked.body | AS_STREAM
-        asked.body = body | {"return_token_ids": True} if self._follows else body
+        body = asked.body
+        asked.body = body | {"return_token_ids": True}
         answer = await self._moves.dispatcher.ask(asked, self._gives_up)
         asked.body = body
-        begun = asked.first is not None and not asked.first.why
-        if answer.status != HTTPStatus.OK or not (begun or self._follows):
+        if answer.status != HTTPStatus.OK:
             return answer
         self._parts = answer.parts
-        if asked.first is not None and begun:
-            answer.parts = parts = _written(self._continued(asked.first, answer))
-            stack.push_async_callback(parts.aclose)
-            return answer
         # The length of the client's answer is not known yet.
         answer.headers = {
             name: value for name, value in answer.headers.items() if name not in FRAMES
         }
-        if streamed:
-            answer.parts = parts = _written(self._relayed())
-            stack.push_async_callback(parts.aclose)
-            return answer
-        try:
-            async with aclosing(self._relayed()) as events:
-                whole = await in_one_piece(events)
-        except EngineFailed as exc:
-            why = f"an engine broke off its answer: {exc.why}"
-            raise EngineFailed(exc.engine, why, HTTPStatus.BAD_GATEWAY) from None
-        answer.headers = {**answer.headers, "content-type": "application/json"}
-        answer.parts = _once(whole)
+        answer.parts = parts = _written(self._relayed())
+        stack.push_async_callback(parts.aclose)
         return answer
 
     async def move(self, to: VllmEngine | None) -> str:
@@ -360,35 +263,6 @@ class MovableStream:
 
     # --- the client's task ------------------------------------------------------------
 
-    async def _continued(
-        self, first: FirstToken, answer: EngineResponse
-    ) -> AsyncGenerator[Event]:
-        """Pass on a stream that prefill has begun."""
-        self._prompt = first.prompt
-        self._first = {name: first.events[0][name] for name in _OF_ANSWER}
-        self.id = self._first["id"]
-        self._plain = True
-        (self._tokens if first.seen else self._held_ids).append(first.token)
-        for event in first.events:
-            yield event
-        if not self._follows:
-            parts = self._parts
-            assert isinstance(parts, Continued)
-            try:
-                part = await anext(parts)
-            except EngineFailed as exc:
-                if not await self._recovered(exc):
-                    raise
-                self._kept = first.kept if first.seen else ""
-                self._offset = _end_of(first.events[-1])
-            else:
-                # The rest is decode's own stream, and no longer passes through here.
-                answer.parts = parts.unchanged or parts
-                yield part
-                return
-        async for relayed in self._relayed():
-            yield relayed
-
     async def _relayed(self) -> AsyncGenerator[Event]:
         while True:
             event = None
@@ -396,7 +270,7 @@ class MovableStream:
                 event = await self._next()
                 if event is None:
                     break
-                with reading(self._asked.decode):
+                with _reading(self._asked.decode):
                     passed = self._take(event)
             except EngineFailed as exc:
                 if not self._over and await self._recovered(exc):
@@ -447,7 +321,6 @@ class MovableStream:
         complete = not choices
         for choice in choices:
             self._take_ids(chunk, choice)
-            self._append(choice)
             self._over = self._over or choice.get("finish_reason") is not None
             complete = self._translate(choice) or complete or self._over
         if usage := chunk.get("usage"):
@@ -476,15 +349,6 @@ class MovableStream:
                 holder["prompt_token_ids"] = None
             self._prompt = self._prompt or list(prompt)
 
-    def _append(self, choice: dict[str, Any]) -> None:
-        """Append a choice to the client's part of the first token."""
-        if self._kept and (choice.get("text") or choice.get("finish_reason")):
-            choice["text"] = self._kept + choice["text"]
-            self._kept = ""
-        if self._offset and choice.get("logprobs"):
-            logged = choice["logprobs"]
-            logged["text_offset"] = [self._offset + n for n in logged["text_offset"]]
-
     def _count(self, usage: dict[str, Any]) -> None:
         """Correct the usage: a single engine would have reported these numbers."""
         usage["prompt_tokens"] -= self._before
@@ -501,9 +365,6 @@ class MovableStream:
         if "text" in choice:
             choice["delta"] = {"content": choice.pop("text")}
             choice.pop("prompt_token_ids", None)
-            if logged := choice.get("logprobs"):
-                count = self._asked.body.get("top_logprobs", 0)
-                choice["logprobs"] = _of_chat(logged, count)
         named = {name for name, value in choice["delta"].items() if value}
         self._plain = self._plain or "content" in named
         self._parsed = self._parsed or not named <= {"role", "content"}
@@ -532,12 +393,6 @@ class MovableStream:
         if here is None or not self._can_move:
             return False
         logger.warning("%s cut off its answer: %s", here.url, error.why)
-        # If it sampled another first token, or lacks KV that was lost, it is healthy.
-        if not error.down or error.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._moves.dispatcher.budget.spend()
-            if not await self._switch(here, None):
-                self._moves.counts[REGAINED] += 1
-                return True
         here.failed += 1
         self._moves.fleet.down(here)
         # If two engines die at the same token, that token may be the cause.
@@ -626,11 +481,8 @@ class MovableStream:
         body["prompt"] = [*self._prompt, *self._tokens]
         if type(body.get("min_tokens")) is int:
             body["min_tokens"] = max(0, body["min_tokens"] - done)
-        if (logged := _logged(asked.path, body)) is not None:
-            body["logprobs"] = logged
-        else:
-            # A chat may say false, where a completion has a number.
-            body.pop("logprobs", None)
+        # A chat may say false, where a completion has a number.
+        body.pop("logprobs", None)
         body.pop("top_logprobs", None)
         # The seed's random numbers so far are used up; the same ones must not come
         # again.
@@ -649,27 +501,14 @@ class _Aborted(EngineFailed):
     """Reports an engine that ends its answers because it is shutting down."""
 
 
-def _of_chat(logged: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Convert a completion's probabilities to a chat's."""
-
-    def one(token: str, logprob: float) -> dict[str, Any]:
-        return {"token": token, "logprob": logprob, "bytes": [*token.encode()]}
-
-    shown = None if count < 0 else count
-    content = []
-    pairs = zip(logged["tokens"], logged["token_logprobs"], strict=True)
-    for (token, logprob), top in zip(pairs, logged["top_logprobs"], strict=True):
-        others = [one(*other) for other in [*top.items()][:shown]]
-        content.append(one(token, logprob) | {"top_logprobs": others})
-    return {"content": content}
-
-
-def _end_of(event: Mapping[str, Any]) -> int:
-    """Return the end of a completion's last token in its text, from its logprobs."""
-    logged = event["choices"][0].get("logprobs") or {}
-    if "text_offset" not in logged:
-        return 0
-    return int(logged["text_offset"][-1] + len(logged["tokens"][-1]))
+@contextlib.contextmanager
+def _reading(engine: VllmEngine | None) -> Iterator[None]:
+    """Raise EngineFailed for an event that lacks an expected field."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError) as exc:
+        why = f"its answer is malformed: {type(exc).__name__}: {exc}"
+        raise EngineFailed(engine, why) from None
 
 
 async def _written(events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
@@ -681,10 +520,6 @@ async def _written(events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
                 yield b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
-async def _once(part: bytes) -> AsyncIterator[bytes]:
-    yield part
-
-
 @dataclass(frozen=True, slots=True)
 class Moves:
     """The proxy's streams that can move."""
@@ -692,9 +527,7 @@ class Moves:
     dispatcher: Dispatcher
     fleet: EngineFleet
     counts: Counter[str]  # results by kind
-    begun: Counter[str] = field(default_factory=Counter)  # see `ask`
-    migrate: bool = True  # whether streams can move until their end
-    early: bool = False  # whether prefill's first token goes to the client
+    migrate: bool = True  # whether streams can move
     # bounded: PROXY_RUNNING_MAX
     streams: dict[ClientRequest, MovableStream] = field(default_factory=dict)
 
@@ -703,27 +536,12 @@ class Moves:
 
         Cancel safety: safe, like that method.
         """
-        follows = self.migrate and not immovable_field(asked.path, asked.body)
-        why = waiting_field(asked.path, asked.body) if self.early else OFF
-        if not why:
-            asked.first = FirstToken(asked.path, asked.body)
-            # With this field, both engines give the answer the same name.
-            name = secrets.token_hex(_NAME_BYTES)
-            asked.headers = {"x-request-id": name, **asked.headers}
-        try:
-            if not (follows or asked.first):
-                return await self.dispatcher.ask(asked, stack)
-            stream = MovableStream(self, asked, follows=follows)
-            if follows:
-                self.streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
-                stack.callback(self.streams.pop, asked)
-            return await stream.begin(stack)
-        finally:
-            if asked.first is not None:
-                why = asked.first.why or PREFILL
-            elif why not in _NAMED:
-                why = _OTHER_FIELD
-            self.begun[why] += 1  # bounded: the reasons above, and those of first.py
+        if not self.migrate or immovable_field(asked.path, asked.body):
+            return await self.dispatcher.ask(asked, stack)
+        stream = MovableStream(self, asked)
+        self.streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
+        stack.callback(self.streams.pop, asked)
+        return await stream.begin(stack)
 
     async def move(
         self, asked: list[ClientRequest], to: VllmEngine | None = None

@@ -1,4 +1,4 @@
-"""Requests with every option that a first token could change, and their answers."""
+"""Requests with many kinds of options, and their answers."""
 
 from __future__ import annotations
 
@@ -94,20 +94,6 @@ def draw(chance: random.Random) -> Request:
     if not body.get("stream"):
         body.pop("stream_options", None)
     return Request(CHATS if chat else COMPLETIONS, body, frozenset(chosen))
-
-
-def warm_up(client: httpx.Client, url: str) -> None:
-    """Let a proxy see how its decode engine begins streams of each kind."""
-    prompts: list[tuple[str, dict[str, Any]]] = [
-        (COMPLETIONS, {"prompt": [5, 6, 7]}),
-        (CHATS, {"messages": [{"role": "user", "content": "w5 w6"}]}),
-    ]
-    for path, prompt in prompts:
-        for counts in (False, True):
-            options = {"include_usage": True, "continuous_usage_stats": counts}
-            body = {"model": "m", "max_tokens": 4, "ignore_eos": True, **prompt}
-            body |= {"temperature": 0, "stream": True, "stream_options": options}
-            Request(path, body).answer(client, url)
 
 
 def _stops(chance: random.Random) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs.first_token.requests import Likeness, apart, draw, likeness
+from tests.programs.answers.requests import Likeness, apart, draw, likeness
 
 
 def stream(*texts: str, logprob: float = -0.5) -> str:

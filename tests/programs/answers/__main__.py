@@ -1,6 +1,6 @@
 """Ask an engine alone and two behind the proxy, and compare the answers.
 
-``python -m tests.programs.first_token --answers 10000``, where vLLM is installed. Each
+``python -m tests.programs.answers --answers 10000``, where vLLM is installed. Each
 answer has a seed: ``--seed S --answers 1`` asks for that one again.
 """
 
@@ -20,13 +20,7 @@ from typing import Final
 
 import httpx
 
-from tests.programs.first_token.requests import (
-    Likeness,
-    apart,
-    draw,
-    likeness,
-    warm_up,
-)
+from tests.programs.answers.requests import Likeness, apart, draw, likeness
 from tests.support.engines.models import make_model, write_byte_tokenizer
 from tests.support.engines.pairs import running
 from tests.support.engines.serving import before, engine, front
@@ -98,15 +92,11 @@ def _run(folder: Path, options: argparse.Namespace) -> int:
                 if time.monotonic() > last:
                     return
 
-        warm_up(client, proxy.url)
         began = time.monotonic()
         with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(compare_more, range(AT_ONCE)))
         text = httpx.get(f"{proxy.url}/metrics").text
-        lines = [line for line in text.splitlines() if "_first_tokens_total{" in line]
-        print(
-            *lines, *(line for line in text.splitlines() if "_moves_" in line), sep="\n"
-        )
+        print(*(line for line in text.splitlines() if "_moves_" in line), sep="\n")
         print(f"fetched {engines[1].metric('vllm:external_prefix_cache_hits_total'):g}")
     print(f"{found.total()} answers in {time.monotonic() - began:.0f} s:")
     print(*(f"  {count} {alike}" for alike, count in found.items()), sep="\n")
