@@ -115,10 +115,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         forbid: Transports that are never used.
         lanes: The number of data paths that the chosen transport uses. More than one
             helps if a single core or flow cannot saturate the network.
-        one_sided_windows: The peers that may read this process's windows directly. Such
-            a peer can read a whole window, also blocks that were not offered to it.
-            ``"user"``: processes of the same user on this host. ``"peers"``: every
-            peer. ``"off"``: no peer; each block has to be requested.
+        one_sided_windows: The peers that may read memory of this process directly:
+            windows, and payload where it lies. Such a peer can read more than was
+            offered or sent to it. ``"user"``: processes of the same user on this host.
+            ``"peers"``: every peer. ``"off"``: no peer; each block has to be requested,
+            and payload is copied for its peer.
         backends: Settings of individual transports, such as ``{"ucx": {"TLS":
             "tcp"}}``.
         profile: Names with values, such as the model's revision. If a name occurs on

@@ -28,6 +28,11 @@ to the memory. So every byte was loaded before it could be overwritten, on any
 processor. This is a sequence lock whose counter is a socket. It also detects a process
 that has died: the kernel removes the process's memory before it closes the sockets.
 
+**Which process may read.** A process that can read an arena, or this process, can read
+all of it. So payload is read in place only by a peer that may read all memory of this
+process, by the setting ``one_sided_windows`` and the user that the kernel reports.
+Every other peer gets copies, in a ring of its own.
+
 **Which process is read.** The addresses in descriptors come from the peer, and are used
 only with ``process_vm_readv`` on the peer. The pid comes from the kernel, and a cookie
 in the peer's memory is read again after each batch, since a pid may be reused.
@@ -36,6 +41,7 @@ in the peer's memory is read again after each batch, since a pid may be reused.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Final
 
@@ -89,7 +95,7 @@ class LocalLane(Lane):
         self._role = context.role
         self._host = Host.here()
         self._rendezvous = Rendezvous(
-            context.role, context.secret, allowed, tracers(), tracer
+            context.role, context.secret, allowed, tracers(), tracer, context.windows
         )
         self._loop = asyncio.get_running_loop()
         self._handler: LaneHandler | None = None
@@ -169,7 +175,9 @@ class LocalLane(Lane):
         self._wire = LocalWire(result.sock)
         self._incoming.peer = result.peer
         self._loop.add_reader(self._wire.fileno(), self._run, self._readable)
-        arenas = SharedArenas(self._wire, result.is_read)
+        arenas = SharedArenas(
+            self._wire, result.is_read, whole=result.whole, wake=self._wake_sweep
+        )
         self._outgoing.come_up(arenas)
         self._opened.come_up(result.peer)
         self._exposed.come_up(arenas, result.peer.uid)
@@ -284,6 +292,11 @@ class LocalLane(Lane):
                 return False
         return there
 
+    def _wake_sweep(self) -> None:
+        """Let the peer unmap an arena that was closed here, on any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._run, self._outgoing.sweep)
+
     def _received(self, wire: LocalWire, record: LocalMessage) -> None:
         if record.kind is LocalMessageType.READ:
             self._read(record.body)
@@ -293,8 +306,12 @@ class LocalLane(Lane):
             self._opened.announced(record.body)
         elif record.kind is LocalMessageType.CONCEALED:
             self._opened.concealed(record.body)
-        elif self._incoming.peer is not None:
+        elif self._incoming.peer is None:
+            return
+        elif record.kind is LocalMessageType.ARENA:
             self._incoming.peer.adopt(record.body, wire.take_fd())
+        else:
+            self._incoming.peer.forget(record.body)
 
     def _read(self, body: bytes) -> None:
         """Report our payloads that the peer has read."""

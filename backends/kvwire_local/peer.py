@@ -19,7 +19,7 @@ from kvwire.memory.copy import address_of, copy
 from kvwire.memory.iovec import Iovecs
 from kvwire_local.descriptor import RULE, DescribedPlace, PlaceKind
 from kvwire_local.shared_arenas import ARENA_BODY
-from kvwire_local.wire import ARENAS_MAX, PeerProcess
+from kvwire_local.wire import ARENAS_BYTES_MAX, ARENAS_MAX, PeerProcess
 
 
 class PeerMemory:
@@ -30,7 +30,8 @@ class PeerMemory:
         self.uid: int = who.uid
         self.cookie_address = cookie_address
         self.cookie = cookie
-        self._arenas: list[SharedMapping] = []
+        self._arenas: dict[int, SharedMapping] = {}
+        self._count = 0
 
     def refusal(self) -> str:
         """Return why the peer's memory cannot be read in place; "" if it can."""
@@ -48,56 +49,82 @@ class PeerMemory:
         """Map an arena that the peer shares, read-only.
 
         Raises:
-            ProtocolError: Its number is not the next one, or its descriptor is not
-                sealed like an arena's, so pages could vanish while they are read.
+            ProtocolError: Its number is not the next one, there would be too many
+                arenas or bytes, or its descriptor is not sealed like an arena's, so
+                pages could vanish while they are read.
             OSError: It cannot be mapped.
         """
         try:
-            number = len(self._arenas)
-            if body != ARENA_BODY.pack(number) or number >= ARENAS_MAX:
+            number = self._count
+            if body != ARENA_BODY.pack(number) or len(self._arenas) >= ARENAS_MAX:
                 raise ProtocolError(
-                    RULE, f"local: the next arena must have number {number}"
+                    RULE,
+                    f"local: the next arena must have number {number}, and "
+                    f"{len(self._arenas)} of at most {ARENAS_MAX} are shared",
                 )
             if _seals(fd) & SEALS != SEALS:
                 raise ProtocolError(RULE, "local: the descriptor is not a sealed arena")
-            arena = SharedMapping(fd, os.fstat(fd).st_size, writable=False)
+            nbytes = os.fstat(fd).st_size
+            mapped = sum(arena.nbytes for arena in self._arenas.values())
+            if mapped + nbytes > ARENAS_BYTES_MAX:
+                raise ProtocolError(
+                    RULE,
+                    f"local: an arena of {nbytes} bytes beside {mapped} bytes is more "
+                    f"than {ARENAS_BYTES_MAX}",
+                )
+            arena = SharedMapping(fd, nbytes, writable=False)
         finally:
             os.close(fd)
-        self._arenas.append(arena)  # bounded: ARENAS_MAX
+        self._arenas[number] = arena  # bounded: ARENAS_MAX
+        self._count += 1
+
+    def forget(self, body: bytes) -> None:
+        """Drop an arena that the peer no longer shares.
+
+        It is unmapped once no read, window or array refers to it.
+
+        Raises:
+            ProtocolError: The peer does not share it.
+        """
+        (number,) = ARENA_BODY.unpack(body) if len(body) == ARENA_BODY.size else (-1,)
+        if self._arenas.pop(number, None) is None:
+            raise ProtocolError(RULE, f"local: arena {number} is not shared")
 
     def reading(self, place: DescribedPlace, destination: Fragments) -> PeerRead | None:
         """Return the reader of a payload; None until its arena is announced.
 
         Raises:
-            ProtocolError: The payload extends beyond its arena.
+            ProtocolError: The payload extends beyond its arena, or the peer no longer
+                shares this arena.
         """
         fragments = place.fragments
         assert fragments is not None
         if place.kind is PlaceKind.MEMORY:
             return MemoryReading(self, fragments, destination)
-        if place.arena >= len(self._arenas):
+        if place.arena >= self._count:
             return None
-        arena = self._arenas[place.arena]
+        arena = self.arena(place.arena)
         ends = fragments.addresses + fragments.lengths
         if int(ends[0] if len(fragments) == 1 else ends.max()) > arena.nbytes:
             raise ProtocolError(
                 RULE, f"local: the range is beyond the arena's {arena.nbytes} bytes"
             )
-        return MappedReading(fragments.shifted(arena.address), destination)
+        return MappedReading(arena, fragments.shifted(arena.address), destination)
 
     def arena(self, number: int) -> SharedMapping:
         """Return an arena that the peer has shared.
 
         Raises:
-            ProtocolError: It has not shared such an arena.
+            ProtocolError: It does not share such an arena.
         """
-        if number >= len(self._arenas):
-            raise ProtocolError(RULE, f"local: arena {number} has not been shared")
-        return self._arenas[number]
+        arena = self._arenas.get(number)
+        if arena is None:
+            raise ProtocolError(RULE, f"local: arena {number} is not shared")
+        return arena
 
     def close(self) -> None:
         """Drop the peer's arenas, and unmap the ones that no window uses."""
-        self._arenas = []
+        self._arenas = {}
 
 
 class MemoryReading:
@@ -143,7 +170,11 @@ class MemoryReading:
 class MappedReading:
     """Reads an arena of the peer that is mapped here."""
 
-    def __init__(self, source: Fragments, destination: Fragments) -> None:
+    def __init__(
+        self, arena: SharedMapping, source: Fragments, destination: Fragments
+    ) -> None:
+        # It stays mapped until the payload was read, whatever the peer sends.
+        self._arena = arena
         self._source = source
         self._destination = destination
         self.rest = source.nbytes

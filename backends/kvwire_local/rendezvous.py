@@ -7,13 +7,17 @@ with the secret::
     client                                        server
       asks the kernel for the server's pid          asks it for the client's pid
       permits the server to read it
-      greeting: where my cookie lies       ->       permits the client to read it
+      greeting: my cookie, what you may    ->       permits the client to read it
                                                     tries to read the client's cookie
-                                           <-       greeting: my cookie, how I read you
+                                           <-       greeting: my cookie, what you may,
+                                                    how I read you
       tries to read the server's cookie
       greeting: how I read you             ->
 
 Each side permits the other before the other tries to read, as Yama's scope 1 requires.
+A side permits nothing to a process that may not read all of its memory
+(:func:`~kvwire_local.shared_arenas.refusal`). Such a process maps one arena, in which
+it gets copies.
 When the client's join returns, the client has all greetings, and the last one for the
 server is in the server's socket.
 """
@@ -28,21 +32,22 @@ import struct
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 
 from kvwire.backend import keep_from_children
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import LANE_TIMEOUT_S
-from kvwire.types import Role
+from kvwire.types import OneSidedWindows, Role
 from kvwire_local.peer import PeerMemory
-from kvwire_local.shared_arenas import ReadMethod
+from kvwire_local.shared_arenas import ReadMethod, refusal
 from kvwire_local.tracer_slot import TracerSlot
 from kvwire_local.wire import PeerProcess, peer_process
 
-# The address of the cookie, and the method by which this side reads the other.
-_GREETING: Final = struct.Struct("<QQ")
+# The address of the cookie, the methods by which this side reads the other, and the
+# methods by which the other may read this side.
+_GREETING: Final = struct.Struct("<QII")
 _PROOF_BYTES: Final = hashlib.sha256().digest_size
 _GREETING_BYTES: Final = _GREETING.size + _PROOF_BYTES
 _COOKIE_BYTES: Final = 16
@@ -52,6 +57,17 @@ _BACKLOG: Final = 8
 _STRANGER_S: Final = LANE_TIMEOUT_S / 2
 
 
+_EVERYTHING: Final = ReadMethod.MEMORY | ReadMethod.ARENA
+
+
+class _Greeting(NamedTuple):
+    """What the other side says of itself."""
+
+    address: int  # of its cookie
+    reads: ReadMethod  # how it reads this side
+    may: ReadMethod  # how this side may read it
+
+
 @dataclass(frozen=True, slots=True)
 class RendezvousResult:
     """The result of a rendezvous: a socket, and each side's reading method."""
@@ -59,6 +75,7 @@ class RendezvousResult:
     sock: socket.socket
     peer: PeerMemory
     is_read: ReadMethod  # how the peer reads this side
+    whole: bool  # whether it may read all memory of this process
 
 
 class Rendezvous:
@@ -71,12 +88,14 @@ class Rendezvous:
         allowed: ReadMethod,
         tracers: TracerSlot,
         tracer: str,
+        windows: OneSidedWindows,
     ) -> None:
         self._role = role
         self._secret = secret
         self._allowed = allowed
         self._tracers = tracers
         self._tracer = tracer
+        self._windows: OneSidedWindows = windows
         self.description = "not up"
         self._refusal = ""
         self._permitted: list[int] = []
@@ -124,11 +143,12 @@ class Rendezvous:
         try:
             await loop.sock_connect(sock, self._name())
             who = peer_process(sock)
-            self._permit(who.pid)
-            await self._greet(sock, ReadMethod(0))
-            address, is_read = await self._greeting(sock)
-            peer, reads = self._look_at(who, address)
-            await self._greet(sock, reads)
+            may = self._permit(who)
+            await self._greet(sock, ReadMethod(0), may)
+            greeting = await self._greeting(sock)
+            peer, reads = self._look_at(who, greeting)
+            await self._greet(sock, reads, may)
+            is_read = greeting.reads & may
         except OSError as exc:
             sock.close()
             raise BackendUnavailable(
@@ -143,7 +163,7 @@ class Rendezvous:
                 "local: way=cma is configured, but "
                 + ("the server cannot read this process" if reads else self._refusal)
             )
-        return RendezvousResult(sock, peer, is_read)
+        return RendezvousResult(sock, peer, is_read, may == _EVERYTHING)
 
     def close(self) -> None:
         """Withdraw the peer's permissions."""
@@ -152,44 +172,55 @@ class Rendezvous:
 
     async def _welcome(self, sock: socket.socket) -> RendezvousResult:
         who = peer_process(sock)
-        address, _ = await self._greeting(sock)
-        self._permit(who.pid)
-        peer, reads = self._look_at(who, address)
-        await self._greet(sock, reads)
-        _, is_read = await self._greeting(sock)
+        greeting = await self._greeting(sock)
+        may = self._permit(who)
+        peer, reads = self._look_at(who, greeting)
+        await self._greet(sock, reads, may)
+        is_read = (await self._greeting(sock)).reads & may
         if not reads or not is_read:
             raise BackendUnavailable(
                 f"local: a side reads in an invalid way: {reads!r}"
             )
-        return RendezvousResult(sock, peer, is_read)
+        return RendezvousResult(sock, peer, is_read, may == _EVERYTHING)
 
-    def _permit(self, pid: int) -> None:
-        if self._tracers.permit(pid, self._tracer):
-            self._permitted.append(pid)
+    def _permit(self, who: PeerProcess) -> ReadMethod:
+        """Permit the other side what it may do; return by which methods it may read."""
+        if refusal(self._windows, who.uid):
+            return ReadMethod.ARENA
+        if self._tracers.permit(who.pid, self._tracer):
+            self._permitted.append(who.pid)
+        return _EVERYTHING
 
-    def _look_at(self, who: PeerProcess, address: int) -> tuple[PeerMemory, ReadMethod]:
+    def _look_at(
+        self, who: PeerProcess, greeting: _Greeting
+    ) -> tuple[PeerMemory, ReadMethod]:
         """Try to read the other side; return it with the possible methods."""
-        peer = PeerMemory(who, address, self._cookie_of(self._role.other))
+        peer = PeerMemory(who, greeting.address, self._cookie_of(self._role.other))
         if ReadMethod.MEMORY not in self._allowed:
             self.description = "arena (asked for)"
             return peer, self._allowed
-        refusal = peer.refusal()
-        if not refusal:
+        if ReadMethod.MEMORY in greeting.may:
+            why = peer.refusal()
+        else:
+            why = "the peer sends copies to this process"
+        if not why:
             self.description = "cma"
             return peer, self._allowed
-        self._refusal = refusal
-        self.description = f"arena ({refusal})"
+        self._refusal = why
+        self.description = f"arena ({why})"
         return peer, self._allowed & ~ReadMethod.MEMORY
 
     # --- greetings --------------------------------------------------------------------
 
-    async def _greet(self, sock: socket.socket, methods: ReadMethod) -> None:
-        body = _GREETING.pack(self._cookie.ctypes.data, methods)
+    async def _greet(
+        self, sock: socket.socket, reads: ReadMethod, may: ReadMethod
+    ) -> None:
+        body = _GREETING.pack(self._cookie.ctypes.data, reads, may)
         greeting = body + self._proof(self._role, body)
         await asyncio.get_running_loop().sock_sendall(sock, greeting)
 
-    async def _greeting(self, sock: socket.socket) -> tuple[int, ReadMethod]:
-        """Receive a greeting: the address of the peer's cookie, and how it reads us.
+    async def _greeting(self, sock: socket.socket) -> _Greeting:
+        """Receive a greeting.
 
         Raises:
             BackendUnavailable: The peer left, or does not know the secret.
@@ -209,8 +240,10 @@ class Rendezvous:
             raise BackendUnavailable(
                 "local: the process that answered does not know the secret"
             )
-        address, methods = _GREETING.unpack(body)
-        return address, ReadMethod(methods & (ReadMethod.MEMORY | ReadMethod.ARENA))
+        address, reads, may = _GREETING.unpack(body)
+        return _Greeting(
+            address, ReadMethod(reads & _EVERYTHING), ReadMethod(may & _EVERYTHING)
+        )
 
     def _proof(self, role: Role, body: bytes) -> bytes:
         return self._derived(b"greeting %d " % role + body)

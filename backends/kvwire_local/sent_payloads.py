@@ -5,10 +5,14 @@ Each payload gets a descriptor at once, from the first of these rules that appli
 1. If its fragments are long enough and lie in one arena that the peer can map: their
    offsets in the arena.
 2. If they are long enough, and the peer can read this process: their addresses.
-3. If there is room in the lane's staging ring, the payload is gathered into it: the
-   place in the ring.
+3. If there is room in the lane's staging ring, the payload is copied into it: the place
+   in the ring.
 4. If the ring is full, or the lane is not open here yet: LATER, and the real descriptor
    follows on the socket.
+
+The first two rules are for a peer that may read all memory of this process
+(:func:`~kvwire_local.shared_arenas.refusal`): it can read all of an arena that it maps.
+Every other peer gets copies.
 
 Memory is released when the peer has read the payload, whatever its descriptor was.
 """
@@ -118,6 +122,8 @@ class _Sent:
     payload: Payload
     token: object
     in_staging: bool = False
+    # The arena that its descriptor names.
+    arena: Arena | None = None
 
 
 class SentPayloads:
@@ -182,14 +188,24 @@ class SentPayloads:
             self._read_count += 1
             if sent.in_staging:
                 self._staging.give_back()
+            if sent.arena is not None:
+                assert self._arenas is not None
+                self._arenas.release(sent.arena)
             tokens.append(sent.token)
         return tokens
+
+    def sweep(self) -> None:
+        """Let the peer unmap the arenas that were closed here."""
+        if self._arenas is not None:
+            self._arenas.sweep()
 
     def close(self) -> None:
         """Release all memory."""
         self._unread.clear()
         self._later.clear()
         self.queued_bytes = 0
+        if self._arenas is not None:
+            self._arenas.close()
         self._staging.close()
 
     def _descriptor(self, sent: _Sent) -> bytes | None:
@@ -198,7 +214,7 @@ class SentPayloads:
         if arenas is None:
             return None
         fragments = as_fragments(sent.payload).merged()
-        descriptor = self._in_place(fragments, arenas)
+        descriptor = self._in_place(sent, fragments, arenas)
         if descriptor is not None:
             return descriptor
         begin = self._staging.place(sent.payload)
@@ -210,19 +226,28 @@ class SentPayloads:
         nbytes = sent.payload.nbytes
         if not arenas.has_room_for(arena):
             return encode_piece(PlaceKind.MEMORY, 0, arena.address + begin, nbytes)
-        return encode_piece(PlaceKind.ARENA, arenas.share(arena), begin, nbytes)
+        sent.arena = arena
+        number = arenas.use(arena, payload=True)
+        return encode_piece(PlaceKind.ARENA, number, begin, nbytes)
 
-    def _in_place(self, fragments: Fragments, arenas: SharedArenas) -> bytes | None:
+    def _in_place(
+        self, sent: _Sent, fragments: Fragments, arenas: SharedArenas
+    ) -> bytes | None:
         """Return the descriptor for reading a payload in place, or None."""
         count = len(fragments)
-        if count > 1 and fragments.nbytes < _GATHER_BELOW_BYTES * count:
+        if not arenas.whole or (
+            count > 1 and fragments.nbytes < _GATHER_BELOW_BYTES * count
+        ):
             return None
         arena = arena_of(fragments)
         if arena is not None and arenas.has_room_for(arena):
             offsets = fragments.shifted(-arena.address)
-            descriptor = encode(PlaceKind.ARENA, arenas.share(arena), offsets)
+            number = arenas.use(arena, payload=True)
+            descriptor = encode(PlaceKind.ARENA, number, offsets)
             if descriptor is not None:
+                sent.arena = arena
                 return descriptor
+            arenas.release(arena)
         if ReadMethod.MEMORY in arenas.methods:
             return encode(PlaceKind.MEMORY, 0, fragments)
         return None

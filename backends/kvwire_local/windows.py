@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import os
 import struct
 import weakref
 from collections.abc import Iterator
@@ -56,14 +55,12 @@ from kvwire_local.blocks import MappedBlocks, ProcessBlocks, WindowBlocks
 from kvwire_local.descriptor import RULE
 from kvwire_local.device_blocks import DeviceBlocks, shared_allocations
 from kvwire_local.peer import PeerMemory
-from kvwire_local.shared_arenas import ReadMethod, SharedArenas
+from kvwire_local.shared_arenas import ReadMethod, SharedArenas, refusal
 from kvwire_local.wire import WINDOWS_MAX, LocalMessageType
 
 _NUMBER: Final = struct.Struct("<I")
 _HEAD: Final = struct.Struct("<II")
 _ARENA: Final = struct.Struct("<IIQ")
-# The kernel's default for users that are unknown in a namespace: `overflowuid`.
-_NOBODY: Final = 65534
 
 
 class _Kind(enum.IntEnum):
@@ -88,6 +85,8 @@ class ExposedWindows:
         self._arenas: SharedArenas | None = None
         self._uid = -1
         self._numbers: dict[WindowMemory, int] = {}
+        # The arenas in which each exposed window lies, by its number.
+        self._lies_in: dict[int, list[Arena]] = {}
         self._count = 0
         # Windows exposed before the rendezvous; None for one that was concealed.
         self._early: dict[int, WindowMemory | None] = {}
@@ -100,7 +99,7 @@ class ExposedWindows:
             try:
                 if memory is None:
                     raise BackendUnavailable("local: the peer has concealed the window")
-                kind, body = self._way(memory, arenas)
+                kind, body = self._way(number, memory, arenas)
             except BackendUnavailable as exc:
                 kind = _Kind.REFUSED
                 body = sayable(str(exc)).encode()
@@ -120,7 +119,7 @@ class ExposedWindows:
                     f"local: a lane has {WINDOWS_MAX} windows at most"
                 )
             if self._arenas is not None:
-                kind, body = self._way(memory, self._arenas)
+                kind, body = self._way(self._count, memory, self._arenas)
                 _announce(self._arenas, self._count, kind, body)
             else:
                 self._early[self._count] = memory  # bounded: WINDOWS_MAX
@@ -137,8 +136,12 @@ class ExposedWindows:
             self._early[number] = None  # bounded: WINDOWS_MAX
         else:
             self._arenas.wire.send(LocalMessageType.CONCEALED, _NUMBER.pack(number))
+            for arena in self._lies_in.pop(number, ()):
+                self._arenas.release(arena)
 
-    def _way(self, memory: WindowMemory, arenas: SharedArenas) -> tuple[_Kind, bytes]:
+    def _way(
+        self, number: int, memory: WindowMemory, arenas: SharedArenas
+    ) -> tuple[_Kind, bytes]:
         """Share a window's memory with the peer, and return the reading method.
 
         Raises:
@@ -155,9 +158,10 @@ class ExposedWindows:
             return _Kind.DEVICE, shared_allocations(memory)
         if ReadMethod.ARENA in arenas.methods:
             found = _arenas_of(memory)
-            if found is not None and all(map(arenas.has_room_for, found)):
+            if found is not None and arenas.has_room_for(*found):
+                self._lies_in[number] = found  # bounded: WINDOWS_MAX
                 return _Kind.ARENA, b"".join(
-                    _ARENA.pack(arenas.share(arena), 0, arena.address)
+                    _ARENA.pack(arenas.use(arena, payload=False), 0, arena.address)
                     for arena in found
                 )
         if ReadMethod.MEMORY in arenas.methods:
@@ -407,14 +411,6 @@ def _require_trust(allowed: OneSidedWindows, uid: int | None = None) -> None:
     Raises:
         BackendUnavailable: The setting allows no windows, or not for this user.
     """
-    if allowed == "off":
-        raise BackendUnavailable(
-            'local: windows are refused by one_sided_windows="off"'
-        )
-    if uid is None or allowed == "peers":
-        return
-    if uid != os.geteuid() or uid == _NOBODY:
-        raise BackendUnavailable(
-            f"local: the peer's process belongs to user {uid}, this one to "
-            f'{os.geteuid()}; one_sided_windows="peers" lets every peer read windows'
-        )
+    why = refusal(allowed, uid)
+    if why:
+        raise BackendUnavailable(f"local: windows are refused: {why}")

@@ -15,6 +15,7 @@ Records are a head of 8 bytes and a body::
     READ      u64         payloads of yours that I have read, in all
     PLACED    descriptor  of the next of my payloads whose descriptor was LATER
     ARENA     u32         the arena whose descriptor comes with this record
+    UNSHARED  u32         the arena that nothing of mine is in any more: unmap it
     WINDOW    see windows how you read a window of mine
     CONCEALED u32         the window that you may no longer read
 """
@@ -32,7 +33,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvwire.errors import ConnectionLost, ProtocolError
-from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB, LANE_PAYLOADS_MAX
+from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB, LANE_PAYLOADS_MAX, TIB
 from kvwire_local.descriptor import RULE
 
 _HEAD: Final = struct.Struct("<BxxxI")
@@ -42,7 +43,13 @@ _READ_BYTES: Final = 64 * KIB
 # Enough for records of every payload that may be in flight, twice over.
 _RECEIVED_MAX: Final = 2 * LANE_PAYLOADS_MAX * (DESCRIPTOR_BYTES_MAX + _HEAD.size)
 ARENAS_MAX: Final = 64
-"""The most arenas that a lane shares; others are read as ordinary memory."""
+"""The most arenas that a lane shares at once; others are read as ordinary memory."""
+ARENAS_BYTES_MAX: Final = 8 * TIB
+"""The most bytes of these arenas together.
+
+A process maps what its peers share, so a peer could otherwise use up its addresses: 128
+TiB on most processors. No host has caches of this size.
+"""
 WINDOWS_MAX: Final = 256
 """The most windows that one lane exposes at a time."""
 
@@ -55,6 +62,7 @@ class LocalMessageType(enum.IntEnum):
     ARENA = 3
     WINDOW = 4
     CONCEALED = 5
+    UNSHARED = 6
 
 
 _KINDS: Final = {int(kind): kind for kind in LocalMessageType}

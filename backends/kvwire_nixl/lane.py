@@ -13,9 +13,10 @@ peer could reach our memory.
 
 **Who may read what.** Metadata and addresses are sent on the control link, under its
 authentication. A peer receives the metadata of the arrays that contain its payloads, or
-of staging slots alone (``expose = "staging"``); the lane's secret proves whose memory
-was read. NIXL itself does not authenticate: over UCX and TCP, anybody who can reach the
-agent's port can read this process. So the network must be trusted, as NIXL requires.
+of staging slots alone (``expose = "staging"``, or ``one_sided_windows = "off"``); the
+lane's secret proves whose memory was read. NIXL itself does not authenticate: over UCX
+and TCP, anybody who can reach the agent's port can read this process. So the network
+must be trusted, as NIXL requires.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class NixlLane(Lane):
     def __init__(
         self, context: LaneContext, on_ended: Callable[[NixlLane], None]
     ) -> None:
-        settings = parse(context.settings)
+        settings = parse(context.settings, context.windows)
         self._loop = asyncio.get_running_loop()
         self._role = context.role
         self._on_ended = on_ended

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvwire.errors import UsageError, nearest
+from kvwire.types import OneSidedWindows
 
 PLUGIN: Final = "plugin"
 EXPOSE: Final = "expose"
@@ -68,8 +69,13 @@ class NixlSettings:
                 )
 
 
-def parse(given: Mapping[str, str]) -> NixlSettings:
+def parse(given: Mapping[str, str], windows: OneSidedWindows = "user") -> NixlSettings:
     """Parse a user's settings; add defaults for the others.
+
+    Args:
+        given: The settings.
+        windows: The setting ``one_sided_windows``. With "off" no peer may read an array
+            in place, so every payload is copied to a slot.
 
     Raises:
         UsageError: A name or a value is unknown.
@@ -100,4 +106,4 @@ def parse(given: Mapping[str, str]) -> NixlSettings:
     if plugin == _UCX:
         own = params.get(_ENGINE)
         params[_ENGINE] = f"{_UCX_DEFAULTS},{own}" if own else _UCX_DEFAULTS
-    return NixlSettings(plugin, params, expose == CACHES)
+    return NixlSettings(plugin, params, expose == CACHES and windows != "off")

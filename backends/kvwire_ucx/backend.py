@@ -89,8 +89,9 @@ class UcxBackend(Backend):
             context.close()
 
     def _context(self, lane: LaneContext) -> Context:
-        exposes = lane.windows == "peers"
-        key = (frozenset(lane.settings.items()), exposes)
+        # "user" allows neither: no windows, and no distrust of those who get payload.
+        keys_end = lane.windows != "user"
+        key = (frozenset(lane.settings.items()), keys_end)
         if key not in self._contexts:
-            self._contexts[key] = Context(lane.settings, exposes=exposes)
+            self._contexts[key] = Context(lane.settings, keys_end=keys_end)
         return self._contexts[key]

@@ -46,16 +46,16 @@ class Context:
 
     Args:
         given: The user's settings.
-        exposes: Whether peers may read windows.
+        keys_end: Whether a key ends with the window or payload that it was made for.
 
     Raises:
         BackendUnavailable: UCX is missing or refuses a setting, or there is no RDMA
             device and the settings require one.
     """
 
-    def __init__(self, given: Mapping[str, str], *, exposes: bool = False) -> None:
+    def __init__(self, given: Mapping[str, str], *, keys_end: bool = False) -> None:
         self.library = library = load()
-        self.settings = settings = parse(given, library.version, exposes=exposes)
+        self.settings = settings = parse(given, library.version, keys_end=keys_end)
         self.handle = _init(library, settings)
         text = printed(library.ucp.context_print_info, self.handle)
         self.resources = tuple(

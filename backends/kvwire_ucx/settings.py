@@ -49,9 +49,11 @@ DEFAULTS: Final[Mapping[str, str]] = {
     "MM_SEG_SIZE": "60K",
     "MM_RX_BUFS_GROW": "64",
 }
-# If peers get keys: UCX's own cache of registrations would keep a range, and so its
-# key, as long as the memory is mapped; but the key has to end with the window.
-DEFAULTS_OF_KEYS: Final[Mapping[str, str]] = {"RCACHE_ENABLE": "n"}
+# UCX's own cache of registrations keeps ranges as long as the memory is mapped, some of
+# them merged into larger ones, and so it keeps their keys. The key of a window has to
+# end with the window. If no peer may read memory in place, the key with which a peer
+# fetches a payload has to end with the payload.
+DEFAULTS_OF_ENDING_KEYS: Final[Mapping[str, str]] = {"RCACHE_ENABLE": "n"}
 # Earlier versions get further defaults.
 OLD: Final = (1, 15)
 DEFAULTS_OF_OLD: Final[Mapping[str, str]] = {
@@ -82,7 +84,7 @@ def parse(
     version: tuple[int, ...],
     environment: Mapping[str, str] | None = None,
     *,
-    exposes: bool = False,
+    keys_end: bool = False,
 ) -> UcxSettings:
     """Return the settings for a context.
 
@@ -91,7 +93,7 @@ def parse(
         version: The version of UCX.
         environment: Variables that override the settings; None for the process's
             environment.
-        exposes: Whether peers may read windows.
+        keys_end: Whether a key ends with the window or payload that it was made for.
 
     Raises:
         UsageError: The user gave an unknown name, or a wrong value.
@@ -99,8 +101,8 @@ def parse(
     environment = os.environ if environment is None else environment
     ucx = {**DEFAULTS, **(DEFAULTS_OF_OLD if version < OLD else {})}
     named = set()
-    if exposes:
-        ucx.update(DEFAULTS_OF_KEYS)
+    if keys_end:
+        ucx.update(DEFAULTS_OF_ENDING_KEYS)
     for key, value in given.items():
         name = key.removeprefix(PREFIX)
         if key == REQUIRE_RDMA:

@@ -25,6 +25,7 @@ import itertools
 import mmap
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -72,6 +73,9 @@ class Arena:
         nbytes: Its size.
         address: The address of its mapping.
         serial: Its number in this process, never used twice.
+        mapped_bytes: The bytes of the memory behind its descriptor.
+        watchers: Functions that are called once, on any thread, when it is closed or
+            released.
 
     Raises:
         UsageError: The size is not positive, or this is not Linux.
@@ -86,14 +90,15 @@ class Arena:
         if sys.platform != "linux":
             raise UsageError("arena: only Linux can share memory by descriptor")
         self.nbytes: int = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._mapped_bytes = self.nbytes + mmap.PAGESIZE
+        self.mapped_bytes: int = self.nbytes + mmap.PAGESIZE
+        self.watchers: list[Callable[[], object]] = []
         # The bytes of the mapping that are in use.
         self._used = MID_PAGE_BYTES
         self._closed = False
         self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(self._fd, self._mapped_bytes)
-            self._map = SharedMapping(self._fd, self._mapped_bytes, writable=True)
+            os.ftruncate(self._fd, self.mapped_bytes)
+            self._map = SharedMapping(self._fd, self.mapped_bytes, writable=True)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
             os.close(self._fd)
@@ -169,10 +174,10 @@ class Arena:
 
     def holds(self, first: int, end: int) -> bool:
         """Return whether the addresses in ``range(first, end)`` are in it."""
-        return self.address <= first and end <= self.address + self._mapped_bytes
+        return self.address <= first and end <= self.address + self.mapped_bytes
 
     def close(self) -> None:
-        """Unmap it here. Other processes keep their mappings until they end.
+        """Unmap it here. Peers that have it mapped unmap it when they are notified.
 
         Raises:
             UsageError: Arrays, tensors or views of it are alive.
@@ -205,6 +210,8 @@ class Arena:
         self._closed = True
         del _arenas[self.serial]
         os.close(self._fd)
+        for watcher in tuple(self.watchers):
+            watcher()
 
     def __enter__(self) -> Self:
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import kvwire
@@ -199,3 +200,9 @@ def served(of: kvwire.StoreServer) -> ServedStore:
 def now() -> float:
     """The time on the clock of the loop, in seconds."""
     return asyncio.get_running_loop().time()
+
+
+def mapped(name: str) -> bool:
+    """Whether a peer in this process has mapped memory of this name, to read it."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(f"memfd:{name} " in line and " r--s " in line for line in lines)

@@ -182,7 +182,7 @@ class StoreServer(AsyncWith):
         memory can read all blocks in it, so a server with tenants shares nothing.
         """
         tiers = self._served.access.tiers
-        if len(tiers.tenants) or self._config.one_sided_windows == "off":
+        if self._config.one_sided_windows == "off":
             return
         try:
             shared = tiers.memory.share()
@@ -340,5 +340,8 @@ def _config(
         eager_bytes=EAGER_BYTES_MAX,
         # If a connection is lost, the request's answer is lost, and so is its transfer.
         resume=False,
+        # Tenants share the memory, and a process that maps it can read all of it. The
+        # first tenant is the operator.
+        one_sided_windows="off" if len(tenants) > 1 else loaded.one_sided_windows,
         connections_max=min(loaded.connections_max, STORE_CLIENTS_MAX),
     )

@@ -20,7 +20,7 @@ from kvwire.testing.conformance.rig import open_descriptors
 from kvwire_local.descriptor import DescribedPlace, PlaceKind
 from kvwire_local.peer import MappedReading, MemoryReading, PeerMemory
 from kvwire_local.shared_arenas import ARENA_BODY
-from kvwire_local.wire import PeerProcess
+from kvwire_local.wire import ARENAS_BYTES_MAX, PeerProcess
 
 HERE = PeerProcess(os.getpid(), os.geteuid())
 COOKIE = b"0123456789abcdef"
@@ -116,6 +116,37 @@ def test_an_arena_is_read_in_steps() -> None:
     assert target.differs_at(expected) is None
     peer.close()
     arena.close()
+
+
+def test_an_arena_that_is_taken_back_is_read_to_the_end() -> None:
+    """Whatever the peer sends, memory that is being read stays mapped."""
+    with Arena(8192) as arena:
+        peer = adopted(arena)
+        place = DescribedPlace(PlaceKind.ARENA, 0, pieces((MID_PAGE_BYTES, 8192)))
+        target = as_fragments(memoryview(bytearray(8192)))
+        reading = peer.reading(place, target)
+        assert reading is not None
+        reading.step(100)
+        peer.forget(ARENA_BODY.pack(0))
+        assert reading.step(MIB) == 8092
+        with pytest.raises(ProtocolError, match="arena 0 is not shared"):
+            peer.reading(place, target)
+        for body in (ARENA_BODY.pack(0), ARENA_BODY.pack(1), b""):
+            with pytest.raises(ProtocolError, match="is not shared"):
+                peer.forget(body)
+        with pytest.raises(ProtocolError, match="next arena must have number 1"):
+            peer.adopt(ARENA_BODY.pack(0), os.dup(arena.fileno()))
+        peer.adopt(ARENA_BODY.pack(1), os.dup(arena.fileno()))
+        peer.close()
+
+
+def test_a_peer_does_not_use_up_our_addresses() -> None:
+    peer = ourselves()
+    with Arena(ARENAS_BYTES_MAX // 2 + MIB) as arena:
+        peer.adopt(ARENA_BODY.pack(0), os.dup(arena.fileno()))
+        with pytest.raises(ProtocolError, match=f"more than {ARENAS_BYTES_MAX}"):
+            peer.adopt(ARENA_BODY.pack(1), os.dup(arena.fileno()))
+    peer.close()
 
 
 def test_what_lies_beyond_an_arena_is_refused() -> None:

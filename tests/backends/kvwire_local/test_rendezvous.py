@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvwire.errors import BackendUnavailable
-from kvwire.types import Role
+from kvwire.types import OneSidedWindows, Role
 from kvwire_local import rendezvous as host_module
 from kvwire_local.rendezvous import Host, Rendezvous
 from kvwire_local.shared_arenas import ReadMethod
@@ -20,9 +20,9 @@ from kvwire_local.tracer_slot import tracers
 SECRET = bytes(32)
 
 
-def rendezvous(role: Role) -> Rendezvous:
+def rendezvous(role: Role, windows: OneSidedWindows = "user") -> Rendezvous:
     return Rendezvous(
-        role, SECRET, ReadMethod.MEMORY | ReadMethod.ARENA, tracers(), "none"
+        role, SECRET, ReadMethod.MEMORY | ReadMethod.ARENA, tracers(), "none", windows
     )
 
 

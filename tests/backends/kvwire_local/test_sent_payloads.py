@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections import deque
 from collections.abc import Iterator
@@ -24,12 +25,18 @@ from kvwire_local.sent_payloads import (
     read_so_far,
 )
 from kvwire_local.shared_arenas import ReadMethod, SharedArenas
-from kvwire_local.wire import ARENAS_MAX, LocalMessageType, LocalWire
+from kvwire_local.wire import ARENAS_BYTES_MAX, ARENAS_MAX, LocalMessageType, LocalWire
 
 BOTH = ReadMethod.MEMORY | ReadMethod.ARENA
 
 
 Ends = tuple[LocalWire, LocalWire]
+
+
+def shared_arenas(
+    wire: LocalWire, methods: ReadMethod = BOTH, *, whole: bool = True
+) -> SharedArenas:
+    return SharedArenas(wire, methods, whole=whole, wake=lambda: None)
 
 
 @pytest.fixture
@@ -90,7 +97,7 @@ def test_each_payload_gets_the_descriptor_that_suits_it(
 ) -> None:
     arena = Arena(2 * MIB)
     memory = arena.buffer(2 * MIB) if in_arena else np.zeros(2 * MIB, np.uint8)
-    outgoing.come_up(SharedArenas(ends[0], methods))
+    outgoing.come_up(shared_arenas(ends[0], methods))
     descriptor = outgoing.send(every_other(memory, size), "token")
     place = decode(descriptor, MIB)
     assert place.fragments is not None
@@ -106,10 +113,68 @@ def test_each_payload_gets_the_descriptor_that_suits_it(
     arena.close()
 
 
+@pytest.mark.parametrize("in_arena", [False, True])
+@pytest.mark.parametrize("methods", [BOTH, ReadMethod.ARENA])
+def test_a_peer_that_may_not_read_everything_gets_copies(
+    ends: Ends, outgoing: SentPayloads, methods: ReadMethod, in_arena: bool
+) -> None:
+    arena = Arena(MIB)
+    memory = arena.buffer(MIB) if in_arena else np.zeros(MIB, np.uint8)
+    memory[:] = 9
+    outgoing.come_up(shared_arenas(ends[0], methods, whole=False))
+    place = decode(outgoing.send(memory.data, "token"), MIB)
+    assert place.kind is PlaceKind.ARENA
+    assert len(ends[1].receive()[0]) == 1
+    fd = ends[1].take_fd()
+    copy = os.pread(fd, MIB, int(place.fragments.addresses[0]))
+    assert copy == memory.tobytes()
+    assert not os.path.samestat(os.fstat(fd), os.fstat(arena.fileno()))
+    os.close(fd)
+    outgoing.close()
+    del memory
+    arena.close()
+
+
+def test_an_arena_is_taken_back_when_all_of_it_was_read(
+    ends: Ends, outgoing: SentPayloads
+) -> None:
+    closed: list[bool] = []
+    arenas = SharedArenas(ends[0], BOTH, whole=True, wake=lambda: closed.append(True))
+    outgoing.come_up(arenas)
+    arena = Arena(MIB)
+    descriptors = [outgoing.send(arena.buffer(4096).data, n) for n in range(2)]
+    assert {decode(descriptor, 4096).arena for descriptor in descriptors} == {0}
+    assert not arena.release()  # payload is on its way
+    assert closed == [True]
+    for count, kinds in (
+        (1, [LocalMessageType.ARENA]),
+        (2, [LocalMessageType.UNSHARED]),
+    ):
+        outgoing.sweep()
+        outgoing.read(read_so_far(count))
+        assert [record.kind for record in ends[1].receive()[0]] == kinds
+    outgoing.sweep()
+    assert not ends[1].receive()[0]
+
+
+def test_beyond_so_many_bytes_memory_is_ordinary(
+    ends: Ends, outgoing: SentPayloads
+) -> None:
+    """A sparse arena of half of them is shared once."""
+    outgoing.come_up(shared_arenas(ends[0], BOTH))
+    with Arena(ARENAS_BYTES_MAX // 2 + MIB) as first, Arena(first.nbytes) as second:
+        descriptors = [
+            outgoing.send(arena.buffer(4096).data, None) for arena in (first, second)
+        ]
+        kinds = [decode(descriptor, 4096).kind for descriptor in descriptors]
+        assert kinds == [PlaceKind.ARENA, PlaceKind.MEMORY]
+        outgoing.close()
+
+
 def test_beyond_so_many_arenas_memory_is_ordinary(
     ends: Ends, outgoing: SentPayloads
 ) -> None:
-    outgoing.come_up(SharedArenas(ends[0], BOTH))
+    outgoing.come_up(shared_arenas(ends[0], BOTH))
     arenas = [Arena(4096) for _ in range(ARENAS_MAX + 1)]
     descriptors = [outgoing.send(arena.buffer(4096).data, None) for arena in arenas]
     kinds = [decode(descriptor, 4096).kind for descriptor in descriptors]
@@ -126,7 +191,7 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
     room = STAGING_BYTES // MIB
     assert outgoing.send(payload, 0) == LATER
     assert outgoing.queued_bytes == MIB
-    outgoing.come_up(SharedArenas(ends[0], BOTH))
+    outgoing.come_up(shared_arenas(ends[0], BOTH))
     assert outgoing.queued_bytes == 0
     descriptors = [outgoing.send(payload, number) for number in range(1, room + 2)]
     assert descriptors[-2:] == [LATER, LATER]
@@ -148,7 +213,7 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
 def test_what_cannot_have_been_read_is_refused(
     ends: Ends, outgoing: SentPayloads, count: int
 ) -> None:
-    outgoing.come_up(SharedArenas(ends[0], BOTH))
+    outgoing.come_up(shared_arenas(ends[0], BOTH))
     for number in range(2):
         outgoing.send(memoryview(bytearray(100)), number)
     with pytest.raises(ProtocolError, match="payloads as read, but only 0"):

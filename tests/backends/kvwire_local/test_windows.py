@@ -10,13 +10,19 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvwire.backend import WindowMemory, WindowReader
+from kvwire.backend import Landing, WindowMemory, WindowReader
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
-from kvwire.limits import KIB
+from kvwire.limits import KIB, MIB
 from kvwire.memory.arena import Arena
 from kvwire.types import OneSidedWindows, Role
-from kvwire_local.shared_arenas import ReadMethod, SharedArenas
-from kvwire_local.wire import WINDOWS_MAX, LocalMessageType, LocalWire, PeerProcess
+from kvwire_local.descriptor import PlaceKind, decode
+from kvwire_local.wire import (
+    ARENAS_MAX,
+    WINDOWS_MAX,
+    LocalMessageType,
+    LocalWire,
+    PeerProcess,
+)
 from tests.backends.kvwire_local.halves import Halves, halves, open_lane
 from tests.backends.kvwire_local.window_rig import (
     OwnersCache,
@@ -26,6 +32,7 @@ from tests.backends.kvwire_local.window_rig import (
     without_compiled,
 )
 from tests.backends.recorders import LaneRecorder
+from tests.support.pairs import until
 
 WAYS = {"mapped": True, "process_vm_readv": False}
 
@@ -312,12 +319,10 @@ async def test_the_user_of_the_peer_counts(
         with pytest.raises(BackendUnavailable, match=f"belongs to user {uid}, this"):
             both.server.expose(owner.memory)
         # A peer that exposes it all the same is not read.
-        monkeypatch.setattr(os, "geteuid", lambda: who.uid)
-        monkeypatch.setattr("kvwire_local.windows._NOBODY", -1)
-        description = both.server.expose(owner.memory)
-        monkeypatch.undo()
+        record = struct.pack("<II", 0, 2)
+        wire_of(both).send(LocalMessageType.WINDOW, record)
         with pytest.raises(BackendUnavailable, match=f"belongs to user {uid}, this"):
-            await both.client.window(description, owner.memory).ready()
+            await both.client.window(struct.pack("<I", 0), owner.memory).ready()
 
 
 @pytest.mark.parametrize(("way", "taken"), [("cma", "process_vm_readv"), ("arena", "")])
@@ -412,10 +417,44 @@ async def test_an_arena_is_shared_once_for_payloads_and_windows(
     in_arena: OwnersCache,
 ) -> None:
     async with halves() as both:
-        arenas = SharedArenas(wire_of(both), ReadMethod.ARENA)
         assert in_arena.arena is not None
-        assert arenas.has_room_for(in_arena.arena)
-        numbers = {arenas.share(in_arena.arena) for _ in range(3)}
-        assert numbers == {0}
-        with Arena(1) as second:
-            assert arenas.share(second) == 1
+        numbers = struct.unpack("<I", both.server.expose(in_arena.memory))
+        assert numbers == (0,)
+        payload = in_arena.layers[0].reshape(-1).data
+        described = decode(both.server.send(payload, "token"), payload.nbytes)
+        assert described.kind is PlaceKind.ARENA
+        assert described.arena in (0, 1)  # as for the window: its memory and table
+        shared = both.client._incoming.peer
+        await until(lambda: shared is not None and len(shared._arenas) == 2)
+
+
+async def test_arenas_are_unmapped_with_their_last_window(owner: OwnersCache) -> None:
+    """As often as a window is closed and exposed again."""
+    arenas = 2 if owner.arena is not None else 0
+    async with halves("arena" if arenas else "auto") as both:
+        shared = both.client._incoming.peer
+        assert shared is not None
+        for _ in range(ARENAS_MAX + 1):
+            reader = await opened(both, owner)
+            expect_landed(reader, owner, [1])
+            assert len(shared._arenas) == arenas
+            reader.close()
+            both.server.conceal(owner.memory)
+            await until(lambda: not shared._arenas)
+
+
+async def test_an_arena_with_payload_is_unmapped_when_it_is_closed() -> None:
+    """Also if nothing else happens on the lane."""
+    async with halves("arena") as both:
+        shared = both.client._incoming.peer
+        assert shared is not None
+        with Arena(MIB) as arena:
+            memory = arena.buffer(MIB)
+            target = np.zeros_like(memory)
+            descriptor = both.server.send(memory.data, "token")
+            both.client.receive(descriptor, Landing(MIB, target.data))
+            both.client.flush()
+            await both.at_server.moved(sent=1)
+            assert len(shared._arenas) == 1
+            del memory
+        await until(lambda: not shared._arenas)

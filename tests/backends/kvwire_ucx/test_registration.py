@@ -25,7 +25,7 @@ PAGE = 4096
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    made = Context({}, exposes=True)
+    made = Context({}, keys_end=True)
     yield made
     made.close()
 

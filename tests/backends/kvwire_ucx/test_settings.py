@@ -35,9 +35,9 @@ def test_an_old_library_sends_copies() -> None:
 
 def test_keys_of_windows_do_not_outlive_them() -> None:
     """UCX keeps no registrations of its own then, unless somebody wants it to."""
-    assert parse({}, NEW, {}, exposes=True).ucx == {**DEFAULTS, "RCACHE_ENABLE": "n"}
+    assert parse({}, NEW, {}, keys_end=True).ucx == {**DEFAULTS, "RCACHE_ENABLE": "n"}
     wanted = {"RCACHE_ENABLE": "y"}
-    assert parse(wanted, NEW, {}, exposes=True).ucx["RCACHE_ENABLE"] == "y"
+    assert parse(wanted, NEW, {}, keys_end=True).ucx["RCACHE_ENABLE"] == "y"
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvwire import BlockStore, StoreServer, UsageError
+from kvwire import BlockStore, KVSpec, PagedCache, StoreServer, UsageError
 from kvwire.config import Config
 from kvwire.errors import KVWireError
 from kvwire.security.keys import write_key_file
@@ -21,6 +22,7 @@ from kvwire.types import HttpClient
 from tests.store.server.test_server import where
 from tests.support.caches import Filled, chain
 from tests.support.certificates import FAR, NEAR, Authority
+from tests.support.inside import mapped
 
 A, B = chain(4, "a"), chain(4, "b")
 
@@ -82,6 +84,26 @@ async def test_one_tenant_neither_finds_gets_deletes_nor_pins_anothers(
             assert await again.match(A, cache.cache) == 3
             await again.delete_all(cache.cache)
             assert await again.match(A, cache.cache) == 0
+
+
+async def test_no_tenant_maps_the_memory_of_all(tmp_path: Path) -> None:
+    """A large block travels between processes of a host as a copy."""
+    for who in ("x", "all"):
+        write_key_file(tmp_path / who)
+    spec = KVSpec(layers=1, kv_heads=4, head_dim=64, block_tokens=256, dtype="float16")
+    cache = PagedCache(spec, [np.ones((2, 2, 256, 4, 64), np.float16)])
+    async with (
+        BlockStore.open(["memory:64MiB"], tenants=[f"x?key={tmp_path}/x"]) as served,
+        StoreServer(served, "127.0.0.1:0", psk_file=str(tmp_path / "all")) as server,
+    ):
+        tiers = ["memory:64MiB", where(server, f"?psk_file={tmp_path}/x")]
+        async with BlockStore.open(tiers) as store:
+            await store.put(A[:2], cache, [0, 1])
+            await store.flush()
+        async with BlockStore.open(tiers) as store:
+            assert (await store.get(A[:2], cache, [0, 1])).complete
+            assert mapped("kvwire-staging")
+            assert not mapped("kvwire-store")
 
 
 async def test_a_tenant_is_told_of_itself_and_the_operator_of_all(shop: Shop) -> None:
