@@ -86,8 +86,11 @@ async def test_one_tenant_neither_finds_gets_deletes_nor_pins_anothers(
             assert await again.match(A, cache.cache) == 0
 
 
-async def test_no_tenant_maps_the_memory_of_all(tmp_path: Path) -> None:
+async def test_no_tenant_maps_the_memory_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A large block travels between processes of a host as a copy."""
+    monkeypatch.setenv("KVWIRE_PREFER", "local,tcp")
     for who in ("x", "all"):
         write_key_file(tmp_path / who)
     spec = KVSpec(layers=1, kv_heads=4, head_dim=64, block_tokens=256, dtype="float16")
