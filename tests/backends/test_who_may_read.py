@@ -22,7 +22,7 @@ from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
-from kvwire.types import Device, OneSidedWindows, Role
+from kvwire.types import Device, MemoryKind, OneSidedWindows, Role
 from kvwire_local.descriptor import PlaceKind, decode
 from kvwire_local.tracer_slot import TracerSlot
 from kvwire_local.wire import PeerProcess
@@ -96,7 +96,12 @@ async def addresses(peer: Peer, *_: object) -> bool:
 async def permission(peer: Peer, patch: pytest.MonkeyPatch, folder: Path) -> bool:
     (folder / "scope").write_text("1")
     named: list[int] = []
-    slot = TracerSlot(lambda pid: not named.append(pid), folder / "scope")
+
+    def name(pid: int) -> bool:
+        named.append(pid)
+        return True
+
+    slot = TracerSlot(name, folder / "scope")
     patch.setattr("kvwire_local.lane.tracers", lambda: slot)
     async with halves("auto", peer.windows):
         return os.getpid() in named
@@ -107,7 +112,9 @@ async def device_handles(peer: Peer, patch: pytest.MonkeyPatch, _: Path) -> bool
     with closing(OwnersCache(2, 4, 4096, in_arena=True)) as owner:
         async with halves("auto", peer.windows) as both:
             try:
-                both.server.expose(replace(owner.memory, device=Device("cuda", 0)))
+                both.server.expose(
+                    replace(owner.memory, device=Device(MemoryKind.CUDA, 0))
+                )
             except BackendUnavailable:
                 return False
     return True

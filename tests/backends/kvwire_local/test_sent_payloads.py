@@ -126,6 +126,7 @@ def test_a_peer_that_may_not_read_everything_gets_copies(
     assert place.kind is PlaceKind.ARENA
     assert len(ends[1].receive()[0]) == 1
     fd = ends[1].take_fd()
+    assert place.fragments is not None
     copy = os.pread(fd, MIB, int(place.fragments.addresses[0]))
     assert copy == memory.tobytes()
     assert not os.path.samestat(os.fstat(fd), os.fstat(arena.fileno()))
