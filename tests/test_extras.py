@@ -17,7 +17,7 @@ from kvwire.extras import install_command, needed_by
 from kvwire.memory.device.ops import device_errors
 from kvwire.types import Device, MemoryKind
 from tests.support.runs import python
-from tests.support.tree import sources
+from tests.support.tree import CODE, TESTS, sources
 
 GPU = Device(MemoryKind.CUDA, 0)
 METADATA = """\
@@ -186,7 +186,7 @@ def test_the_proxy_without_its_packages_has_help_and_one_line() -> None:
 
 def test_no_page_and_no_message_installs_what_no_index_has() -> None:
     """Until kvwire is on one, `pip install 'kvwire[ucx]'` finds nothing."""
-    places = ("README.md", "docs/", "kvwire/", "backends/", "examples/", "tests/")
+    places = ("README.md", "docs/", *CODE, *TESTS, "examples/")
     pages = [page for page in sources(*places) if "test_extras" not in page.path]
     wrong = [
         f"{page.path}: {line.strip()}"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.support.tree import Source, python, sources
+from tests.support.tree import CODE, TESTS, Source, python, sources
 
 DOCUMENT = "docs/topics/protocol.md"
 SIDES = ("keeps", "breaks")
@@ -91,10 +91,8 @@ def test_every_rule_is_shown_both_ways() -> None:
         pytest.fail(f"{DOCUMENT} does not exist; it numbers the protocol's rules")
     rules = defined(documents[0].text)
     assert rules, f"{DOCUMENT} defines no rule: KVW-XX-00 in a heading or a first cell"
-    shown = [mark for source in python("tests/") for mark in marks(source)]
-    named = [
-        place for source in python("kvwire/", "backends/") for place in cited(source)
-    ]
+    shown = [mark for source in python(*TESTS) for mark in marks(source)]
+    named = [place for source in python(*CODE) for place in cited(source)]
     if found := list(problems(rules, shown, named)):
         pytest.fail("\n  ".join(["protocol rules:", *found]), pytrace=False)
 

@@ -18,6 +18,7 @@ _FOLDERS = {
     "docs",
     "changes",
     "deploy",
+    "packages",
     ".ci",
 }
 
@@ -82,7 +83,9 @@ def test_changes_wait_in_files_of_their_own() -> None:
 def test_tests_named_by_a_script_exist(script: str) -> None:
     """With processes of its own, pytest runs no test and names no folder it missed."""
     text = (tree.ROOT / script).read_text()
-    named = set(re.findall(r"(?<![\w/])tests/[\w/.*]+\w\b(?!/?\*)", text))
+    named = set(
+        re.findall(r"(?<![\w/])(?:packages/\w+/)?tests/[\w/.*]+\w\b(?!/?\*)", text)
+    )
     assert named
     assert [path for path in sorted(named) if not any(tree.ROOT.glob(path))] == []
 

@@ -1,8 +1,9 @@
 """The ``kvwire`` command: its subcommands, and the output of their errors.
 
-A subcommand that needs many modules is imported only when it is called. kvwire's
-errors, missing packages and the system's errors are each printed as one line with a
-remedy. The exit status is then 2 if the command was called wrong, and 1 otherwise.
+A subcommand that needs many modules is imported only when it is called; other
+distributions add theirs by entry points. kvwire's errors, missing packages and the
+system's errors are each printed as one line with a remedy. The exit status is then 2 if
+the command was called wrong, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from cyclopts import App, CycloptsError, Parameter
 import kvwire
 from kvwire.cli import logs
 from kvwire.cli.keygen import keygen
+from kvwire.cli.plug_ins import Commands
 
 FAILED: Final = 1
 CALLED_WRONG: Final = 2
@@ -54,11 +56,6 @@ app.command(
     ),
 )
 app.command(
-    "kvwire.cli.certify:app",
-    name="certify",
-    help="Test whether a transport writes only where it may, and only while it may.",
-)
-app.command(
     "kvwire.cli.config:app",
     name="config",
     help="Show every value of the configuration, and where it came from.",
@@ -91,6 +88,7 @@ app.command(
     name="trace",
     help="Write the last events of live processes as a file for ui.perfetto.dev.",
 )
+_commands = Commands(app)
 
 
 def main(arguments: Sequence[str] | None = None, command: App | None = None) -> int:
@@ -109,6 +107,8 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
     try:
         tokens, level = logs.take_level(tokens)
         with logs.logging_from(level):
+            if command is None and tokens:
+                _commands.load(tokens[0])
             # A command with its own exit status returns it.
             status = (command or app)(
                 tokens, exit_on_error=False, result_action="return_value"

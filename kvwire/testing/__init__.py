@@ -10,20 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvwire.testing.conformance import check_backend
-    from kvwire.testing.conformance.runner import check_lanes
     from kvwire.testing.harness import Loopback, loopback
-    from kvwire.testing.tiers import check_tier
 
 _HOMES = {
     "Loopback": "kvwire.testing.harness",
-    "check_backend": "kvwire.testing.conformance",
-    "check_lanes": "kvwire.testing.conformance.runner",
-    "check_tier": "kvwire.testing.tiers",
     "loopback": "kvwire.testing.harness",
 }
 
-__all__ = ["Loopback", "check_backend", "check_lanes", "check_tier", "loopback"]
+__all__ = ["Loopback", "loopback"]
 
 
 def __getattr__(name: str) -> Any:

@@ -16,9 +16,9 @@ import pytest
 from kvwire.backend import Backend, registry
 from kvwire.config import Config
 from kvwire.security.tls import CredentialFiles
-from kvwire.testing.conformance import CHECKS, Check, run_check
-from kvwire.testing.conformance.runner import LANE_CHECKS, check_lanes
 from kvwire.types import Address
+from kvwire_certify.conformance import CHECKS, Check, run_check
+from kvwire_certify.conformance.runner import LANE_CHECKS, check_lanes
 from kvwire_inproc import InprocBackend
 from kvwire_local import LocalBackend
 from kvwire_nixl import NixlBackend

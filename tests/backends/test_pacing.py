@@ -9,7 +9,7 @@ import pytest
 
 from kvwire.backend import Backend, pacing
 from kvwire.limits import KIB
-from kvwire.testing.conformance.rig import LaneRig
+from kvwire_certify.conformance.rig import LaneRig
 from kvwire_nixl import NixlBackend, driver
 from kvwire_ucx import UcxBackend, worker
 from tests.backends.kvwire_nixl.support import needs_nixl

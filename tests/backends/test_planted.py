@@ -10,9 +10,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kvwire.testing import check_backend, check_lanes
-from kvwire.testing.conformance import Report
-from kvwire.testing.conformance.runner import LANE_CHECKS
+from kvwire_certify.conformance import Report, check_backend, check_lanes
+from kvwire_certify.conformance.runner import LANE_CHECKS
 from tests.backends import planted_lanes, planted_links, planted_windows
 from tests.backends.planted import Plant, Plants
 

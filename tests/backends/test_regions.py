@@ -9,7 +9,7 @@ import pytest
 
 from kvwire import RequestCancelled, StaleRegion
 from kvwire.limits import KIB, MIB
-from kvwire.testing.oracle import content
+from kvwire_certify.oracle import content
 from tests.backends.transfers import (
     CANARY,
     Over,

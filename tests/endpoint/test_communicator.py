@@ -26,7 +26,7 @@ from kvwire import (
 )
 from kvwire.backend import Availability, registry
 from kvwire.security.keys import write_key_file
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.rig import open_descriptors
 from tests.security.test_keys import MALFORMED
 from tests.support import inside
 from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until

@@ -14,7 +14,7 @@ import pytest
 import kvwire
 from kvwire.errors import WireCode
 from kvwire.limits import CHUNK_BYTES, EAGER_BYTES
-from kvwire.testing.oracle import content
+from kvwire_certify.oracle import content
 from tests.support import inside
 from tests.support.pairs import Pair, connected
 

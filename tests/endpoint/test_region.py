@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvwire
 from kvwire.limits import CHUNK_BYTES
-from kvwire.testing.oracle import content
+from kvwire_certify.oracle import content
 from tests.support import inside
 from tests.support.pairs import Pair, connected, until
 

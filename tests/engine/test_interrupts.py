@@ -20,7 +20,7 @@ import pytest
 import kvwire
 from kvwire.engine import engine as engine_module
 from kvwire.engine import io_thread
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.rig import open_descriptors
 
 # Where the interrupt comes before anybody has looked at the coroutine.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")

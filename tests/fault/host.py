@@ -16,7 +16,7 @@ import sys
 
 import kvwire
 from kvwire import Communicator, Connection, ConnectionClosed, KVWireError
-from kvwire.testing.oracle import content
+from kvwire_certify.oracle import content
 from tests.support.caches import Memory
 
 NBYTES = 4 << 20

@@ -11,7 +11,7 @@ import pytest
 import kvwire
 from kvwire.aio import run_to_completion
 from kvwire.directory import open_directory
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.rig import open_descriptors
 from tests.directory.records import record
 from tests.support.pairs import communicators, connected, until
 from tests.support.scopes import in_scope

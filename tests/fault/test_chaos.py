@@ -14,7 +14,7 @@ from datetime import timedelta
 import pytest
 
 from kvwire import Communicator, Connection, KVWireError, Request
-from kvwire.testing.oracle import content
+from kvwire_certify.oracle import content
 from tests.support import inside
 from tests.support.depth import parameters
 from tests.support.pairs import communicators, until

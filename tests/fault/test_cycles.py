@@ -18,7 +18,7 @@ from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.records import RequestRecord
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.rig import open_descriptors
 from tests.support import inside
 from tests.support.pairs import Pair, communicators, until
 

@@ -26,7 +26,7 @@ from kvwire.memory.arena import (
 )
 from kvwire.memory.buffers import MID_PAGE_BYTES
 from kvwire.memory.copy import as_fragments
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.rig import open_descriptors
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="memory is shared by descriptor on Linux only"

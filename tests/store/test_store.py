@@ -20,7 +20,7 @@ from kvwire.store.placement import BlockState, all_placed
 from kvwire.store.tenants import Tenants
 from kvwire.store.tier_stack import UNSAID
 from kvwire.store.tiers.base import Tier
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.rig import open_descriptors
 from tests.store.fakes import FakeTier
 from tests.store.files import store_on
 from tests.support import inside

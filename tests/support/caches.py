@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvwire import KVSpec, PagedCache
 from kvwire.kv.layout import Layout
 from kvwire.memory.arena import Arena
-from kvwire.testing import oracle
+from kvwire_certify import oracle
 
 Array = npt.NDArray[Any]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import kvwire
 from kvwire import Communicator, Connection, Grant, KVWireError
-from kvwire.testing.conformance.content import pattern
+from kvwire_certify.conformance.content import pattern
 from tests.support.runs import Beside, beside
 
 GRANTED_BYTES = 32 << 20

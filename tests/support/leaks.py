@@ -28,7 +28,7 @@ import pytest
 import uvloop
 from pytest_asyncio import is_async_test
 
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.rig import open_descriptors
 
 # Grace for a thread that has been told to end and is on its way out, and for what a
 # thread of a fixture, such as a server of other tests too, has open for a moment.

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvwire import Address
-from kvwire.testing.oracle import content
+from kvwire_certify.oracle import content
 from tests.support.proxy import (
     Bandwidth,
     Cut,

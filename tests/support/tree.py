@@ -48,15 +48,31 @@ def _parsed(text: str, path: str) -> ast.Module:
 
 
 @functools.cache
-def project() -> dict[str, Any]:
-    """What pyproject.toml says."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+def project(folder: str = "") -> dict[str, Any]:
+    """What the pyproject.toml of kvwire says, or that of a folder of packages/."""
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
 
 
-def packages() -> dict[str, Path]:
-    """The folder of each package the wheel carries, by its path in the source tree."""
-    listed = project()["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    return {name: _package_folder(name) for name in listed}
+@functools.cache
+def projects() -> tuple[str, ...]:
+    """The folders of what stands on kvwire, such as packages/certify."""
+    found = sorted((ROOT / "packages").glob("*/pyproject.toml"))
+    return tuple(path.parent.relative_to(ROOT).as_posix() for path in found)
+
+
+def packages(*folders: str) -> dict[str, Path]:
+    """The folder of each package that wheels carry, by its path in the source tree.
+
+    Args:
+        folders: Those of the distributions; "" is kvwire's. All of them by default.
+    """
+    found = {}
+    for folder in folders or ("", *projects()):
+        wheel = project(folder)["tool"]["hatch"]["build"]["targets"]["wheel"]
+        for name in wheel["packages"]:
+            path = f"{folder}/{name}".removeprefix("/")
+            found[path] = _package_folder(path)
+    return found
 
 
 def _package_folder(name: str) -> Path:
@@ -106,3 +122,8 @@ def _is_derived(name: str) -> bool:
 def folders() -> set[str]:
     """The top-level folders of the tree."""
     return {p.name for p in ROOT.iterdir() if p.is_dir() and not _is_derived(p.name)}
+
+
+# Prefixes of the paths of what is shipped, and of all that tests it.
+CODE = ("kvwire/", "backends/", *(f"{name}/" for name in packages(*projects())))
+TESTS = ("tests/", *(f"{folder}/tests/" for folder in projects()))

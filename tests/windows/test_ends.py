@@ -12,7 +12,7 @@ import pytest
 import kvwire
 from kvwire.backend import WindowReader
 from kvwire.limits import MIB, WINDOW_GET_BYTES_MAX
-from kvwire.testing.oracle import content
+from kvwire_certify.oracle import content
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, needs_reading
 from tests.support import inside
 from tests.support.caches import Filled

@@ -18,9 +18,9 @@ from kvwire.driver.checksums import ChecksumPolicy
 from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX, WINDOWS_MAX
 from kvwire.memory.arena import Arena
-from kvwire.testing.conformance.rig import open_descriptors
-from kvwire.testing.oracle import content
 from kvwire.windows import shown
+from kvwire_certify.conformance.rig import open_descriptors
+from kvwire_certify.oracle import content
 from tests.support.caches import STORED, Filled
 from tests.support.pairs import Pair, connected
 

@@ -11,7 +11,7 @@ The store promises:
 * A key is a namespace's digest and a hash of 1 to 64 bytes. A key names the same
   content for ever.
 
-A tier promises, and :func:`kvwire.testing.check_tier` checks:
+A tier promises, and :func:`kvwire_certify.tiers.check_tier` checks:
 
 1. **Found**: ``find`` returns each block that ``write`` has landed, with its order or
    ``UNKNOWN``, until the block is deleted, evicted or damaged. If possible it answers

@@ -17,9 +17,9 @@ from kvwire.backend import Landing
 from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError
 from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
-from kvwire.testing.conformance.content import CUTS, Memory, pattern
-from kvwire.testing.conformance.rig import open_descriptors
 from kvwire.types import Role
+from kvwire_certify.conformance.content import CUTS, Memory, pattern
+from kvwire_certify.conformance.rig import open_descriptors
 from kvwire_local.backend import LocalBackend
 from kvwire_local.lane import LocalLane
 from kvwire_local.peer import PeerMemory

@@ -15,8 +15,8 @@ from kvwire.limits import MIB
 from kvwire.memory.arena import Arena
 from kvwire.memory.buffers import MID_PAGE_BYTES
 from kvwire.memory.copy import address_of, as_fragments
-from kvwire.testing.conformance.content import CUTS, Memory, pattern
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.content import CUTS, Memory, pattern
+from kvwire_certify.conformance.rig import open_descriptors
 from kvwire_local.descriptor import DescribedPlace, PlaceKind
 from kvwire_local.peer import MappedReading, MemoryReading, PeerMemory
 from kvwire_local.shared_arenas import ARENA_BODY

@@ -10,7 +10,7 @@ import pytest
 
 from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
-from kvwire.testing.conformance.rig import open_descriptors
+from kvwire_certify.conformance.rig import open_descriptors
 from kvwire_local.wire import (
     ARENAS_MAX,
     LocalMessageType,

@@ -14,7 +14,7 @@ from kvwire.kv.fragments import Array
 from kvwire.memory import pieces
 from kvwire.memory.arena import Arena
 from kvwire.memory.generations import Generations
-from kvwire.testing.oracle import content
+from kvwire_certify.oracle import content
 from kvwire_local import blocks
 
 Bytes = npt.NDArray[np.uint8]

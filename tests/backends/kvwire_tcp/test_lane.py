@@ -14,9 +14,9 @@ import pytest
 from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.limits import CONNECTIONS_MAX
-from kvwire.testing.conformance.rig import LaneRig
-from kvwire.testing.conformance.sides import LaneSide, Parcel
 from kvwire.types import Address, Role
+from kvwire_certify.conformance.rig import LaneRig
+from kvwire_certify.conformance.sides import LaneSide, Parcel
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.lane import BOOTSTRAP, PendingLanes, TcpLane
 from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble

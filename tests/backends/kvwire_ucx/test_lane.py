@@ -8,7 +8,7 @@ import pytest
 
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.limits import KIB
-from kvwire.testing.conformance.rig import LaneRig
+from kvwire_certify.conformance.rig import LaneRig
 from kvwire_ucx import UcxBackend
 from kvwire_ucx.bootstrap import parse
 from kvwire_ucx.lane import UcxLane

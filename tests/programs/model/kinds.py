@@ -12,7 +12,7 @@ import numpy as np
 
 from kvwire import KVSpec, PagedCache
 from kvwire.store.namespace import Namespace
-from kvwire.testing.oracle import Words, stamp
+from kvwire_certify.oracle import Words, stamp
 
 # One page, one page and a bit, two pages, three.
 HEAD_DIMS = (256, 296, 512, 768)

@@ -18,7 +18,7 @@ from kvwire.store.placement import VerbKind
 from kvwire.store.store import BlockStore
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.disk import DiskTier
-from kvwire.testing.oracle import Wrong
+from kvwire_certify.oracle import Wrong
 from tests.programs.model.faults import POINTS, PointedFile
 from tests.programs.model.kinds import Block, Cache, contents, spec_of, tenant_of
 from tests.store.files import store_on

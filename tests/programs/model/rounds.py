@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvwire.errors import UsageError
 from kvwire.store.placement import VerbKind
-from kvwire.testing.oracle import Wrong
+from kvwire_certify.oracle import Wrong
 from tests.programs.model.faults import ERRORS, POINTS, Plan, copied
 from tests.programs.model.kinds import Block
 from tests.programs.model.life import TTL_S, Life, Room, Shadow

@@ -173,10 +173,10 @@ TOPICS: Final = (
         (
             "kvwire.testing.harness.loopback",
             "kvwire.testing.harness.Loopback",
-            "kvwire.testing.conformance.runner.check_backend",
-            "kvwire.testing.conformance.runner.check_lanes",
-            "kvwire.testing.conformance.runner.CheckOptions",
-            "kvwire.testing.tiers.check_tier",
+            "kvwire_certify.conformance.runner.check_backend",
+            "kvwire_certify.conformance.runner.check_lanes",
+            "kvwire_certify.conformance.runner.CheckOptions",
+            "kvwire_certify.tiers.check_tier",
         ),
     ),
     Topic(

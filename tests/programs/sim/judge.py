@@ -31,7 +31,7 @@ from kvwire.proto.chunks import Chunk
 from kvwire.proto.events import Ended, MemoryWanted, RequestDone
 from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord, SegmentRecord
 from kvwire.proto.state import RequestKind
-from kvwire.testing.oracle import Wrong
+from kvwire_certify.oracle import Wrong
 from tests.programs.sim import inside
 from tests.programs.sim.ask import Ask, Mailbox, Message, Part
 from tests.programs.sim.endpoint import Endpoint

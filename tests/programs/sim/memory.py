@@ -9,7 +9,7 @@ to somebody else when the late access comes, and the access fails the seed.
 Memory that comes back is overwritten, and handed out again before any other: a reader
 of stale memory gets poison or another request's bytes, never by luck the right ones.
 
-Content is that of :mod:`kvwire.testing.oracle`: each number is a life. So bytes that
+Content is that of :mod:`kvwire_certify.oracle`: each number is a life. So bytes that
 are shifted, mixed, stale or of another request compare unequal.
 """
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from kvwire.testing import oracle
-from kvwire.testing.oracle import Wrong
+from kvwire_certify import oracle
+from kvwire_certify.oracle import Wrong
 
 
 def demand(holds: object, rule: str, message: str) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvwire.testing.certify.schedule import shrink as fewer_steps
-from kvwire.testing.oracle import Wrong
 from kvwire.types import TrustMode
+from kvwire_certify.oracle import Wrong
+from kvwire_certify.schedule import shrink as fewer_steps
 from tests.programs.sim.plan import Plan, Setup, make_plan
 from tests.programs.sim.world import World
 

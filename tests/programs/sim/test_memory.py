@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.testing.oracle import Wrong
+from kvwire_certify.oracle import Wrong
 from tests.programs.sim.memory import LINE_BYTES, Memory
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from kvwire.proto.events import MemoryWanted
-from kvwire.testing.oracle import Wrong
+from kvwire_certify.oracle import Wrong
 from tests.programs.sim import inside
 from tests.programs.sim.app import App
 from tests.programs.sim.beside import Fate

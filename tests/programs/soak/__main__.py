@@ -6,7 +6,7 @@
 Two processes move blocks, in both directions of asking, with prefill in one piece and
 in chunks, aborts and partial commits, while connections are cut and the processes are
 stopped, continued and killed: :mod:`tests.programs.soak.processes`. Each word of the
-producer's blocks is of :mod:`kvwire.testing.oracle`, and names its transfer, layer,
+producer's blocks is of :mod:`kvwire_certify.oracle`, and names its transfer, layer,
 position and place; a byte that is misplaced, mixed or stale differs. A block
 of the consumer is poisoned when its transfer has drained, and the poison has to be
 there still when the block is used again: a late write shows, whenever it comes. A

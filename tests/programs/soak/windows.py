@@ -6,7 +6,7 @@
 An owner takes blocks back, overwrites them and offers them again, all the time and from
 a thread of its own; now and then it closes the window, writes to all of its memory and
 exposes it again. Readers in other processes get blocks by the tickets that stand on a
-*board*, a file that both have mapped. Each word is of :mod:`kvwire.testing.oracle`: its
+*board*, a file that both have mapped. Each word is of :mod:`kvwire_certify.oracle`: its
 life is the generation under which its block is offered, which no other life of a block
 has. So every byte of a block that has landed names its owner, life and place. What has
 not landed may hold anything, but only until it is released: then it is filled with
@@ -39,8 +39,8 @@ import uvloop
 import kvwire
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.memory.generations import Generations
-from kvwire.testing.oracle import Words
 from kvwire.windows.ticket import SERIAL_BYTES, read_ticket, write_ticket
+from kvwire_certify.oracle import Words
 from kvwire_local import blocks
 from tests.programs.soak.processes import PING_INTERVAL_S, ProcessSoak, say
 from tests.programs.soak.stamps import Tally

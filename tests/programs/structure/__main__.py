@@ -19,19 +19,19 @@ CEILINGS: Final = {
     # backend's kind: cli -> integrations -> backend.
     "floors": 15,
     # cli -> testing: `kvwire certify` is the kit of kvwire.testing.
-    "arrows": 199,
+    "arrows": 191,
     "rings": 1,
     "files of the biggest ring": 2,
     # Get and put of the three adapters of libraries that move both ways alike.
-    "forwarders": 192,
-    "callbacks": 147,
+    "forwarders": 168,
+    "callbacks": 133,
     "backoffs": 4,
 }
 
 
 def measured() -> dict[str, list[str]]:
     """What there is of each, one place in a line."""
-    packages = [PurePath(path).name for path in tree.packages()]
+    packages = [PurePath(path).name for path in tree.packages("")]
     graph = imports.of_tree(name for name in packages if name != imports.ROOT)
     rings = imports.rings(graph)
     files = tree.python("kvwire/", "backends/")

@@ -25,7 +25,7 @@ import pytest
 from kvwire import BlockStore, Config, UsageError
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report
-from kvwire.testing.oracle import Wrong
+from kvwire_certify.oracle import Wrong
 from tests.programs.model.kinds import Block
 from tests.programs.torture.engine import KINDS, NUMBERS, Answer, Order, any_order
 from tests.store.server_child import ServerProcess, serving

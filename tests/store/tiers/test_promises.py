@@ -20,8 +20,8 @@ import obstore.store
 from kvwire import BlockStore, StoreServer
 from kvwire.directory import open_directory
 from kvwire.store.tiers.object_format import path_of
-from kvwire.testing.conformance.check import Check
-from kvwire.testing.tiers import TierRig, checks_with, opener, run_tier_check
+from kvwire_certify.conformance.check import Check
+from kvwire_certify.tiers import TierRig, checks_with, opener, run_tier_check
 from tests.store.tiers.services import Played
 from tests.support.servers import Server, free_port, mooncake_store, redis_server
 

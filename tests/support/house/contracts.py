@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from tests.support.house import check
-from tests.support.tree import Source
+from tests.support.tree import CODE, Source
 
 
 def cancel_safety(source: Source) -> Iterator[check.Finding]:
@@ -130,14 +130,14 @@ _SAID = '"""Send it.\n\n    Cancel safety:\n        Safe.\n    """'
 CHECKS = (
     check.Check(
         name="no two classes are called the same",
-        over=("kvwire/", "backends/"),
+        over=CODE,
         find=classes_of_one_name,
         bad=[("kvwire/a.py", "class A: ...\nclass B:\n    class A: ...")],
         good=[("kvwire/a.py", "class A: ...\nclass _A: ...\nclass B: ...")],
     ),
     check.Check(
         name="private names stay in their folder",
-        over=("kvwire/", "backends/"),
+        over=CODE,
         find=private_reaches,
         bad=[
             ("kvwire/a.py", "def f(store):\n    return store._tiers"),
@@ -159,7 +159,7 @@ CHECKS = (
     ),
     check.Check(
         name="public coroutines state their cancel safety",
-        over=("kvwire/",),
+        over=tuple(prefix for prefix in CODE if prefix != "backends/"),
         # Commands are run, not awaited, and only the kit itself awaits its checks. The
         # core's requests are records that nobody can await. What is behind a facade
         # keeps the promise that the facade states, a tier those of Tier, a kind of
@@ -168,8 +168,8 @@ CHECKS = (
             "kvwire/cli/",
             "kvwire/endpoint/",
             "kvwire/proto/",
-            "kvwire/testing/certify/targets/",
-            "kvwire/testing/conformance/",
+            "packages/certify/kvwire_certify/targets/",
+            "packages/certify/kvwire_certify/conformance/",
             *(f"kvwire/store/tiers/{name}.py" for name in _TIERS),
             *(f"kvwire/directory/{name}.py" for name in _DIRECTORIES),
         ),

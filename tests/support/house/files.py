@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from tests.support.house.check import Check, Finding, each
-from tests.support.tree import ROOT, Source, sources
+from tests.support.tree import CODE, ROOT, TESTS, Source, sources
 
 _LINK = re.compile(r"\]\(([^)\s#]+)(?:#[^)\s]*)?\)")
 
@@ -39,12 +39,19 @@ def _exists(path: str) -> bool:
     return any(s.path == path for s in sources(path)) or (ROOT / path).exists()
 
 
-_CODE = ("kvwire/", "backends/", "tests/", "examples/")
-
 CHECKS = (
     Check(
         name="files are short",
-        over=(*_CODE, "docs/", "README.md", "CONTRIBUTING.md", "SECURITY.md"),
+        over=(
+            *CODE,
+            *TESTS,
+            "conftest.py",
+            "examples/",
+            "docs/",
+            "README.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+        ),
         suffixes=(".py", ".md"),
         find=each(long_files),
         bad=[("a.py", "x = 1\n" * (FILE_LINES_MAX + 1))],

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from tests.support.house.check import Check, Find, Finding, each
-from tests.support.tree import Source
+from tests.support.tree import CODE, Source
 
 # --- code-executing deserialisers (goal S1) -------------------------------------------
 
@@ -97,7 +97,7 @@ CHECKS = (
     ),
     Check(
         name="tasks begin later",
-        over=("kvwire/", "backends/"),
+        over=CODE,
         suffixes=(".py",),
         find=_matches(
             _STARTS,

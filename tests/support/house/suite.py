@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from tests.support.house import check
-from tests.support.tree import Source
+from tests.support.tree import TESTS, Source
 
 # Helpers that assert for the test that calls them are named so.
 ASSERTING = ("assert_", "check", "expect", "fnmatch_lines", "no_fnmatch", "run_state_")
@@ -52,12 +52,10 @@ def _asks(function: check.AnyFunction) -> bool:
     return False
 
 
-_TESTS = ("tests/",)
-
 CHECKS = (
     check.Check(
         name="tests do not sleep",
-        over=_TESTS,
+        over=TESTS,
         # Programs that people run: a benchmark pauses between its measurements, and a
         # soak between its faults. A slow network is slow, planted mistakes take time.
         beyond=(
@@ -65,7 +63,7 @@ CHECKS = (
             "tests/programs/soak/",
             "tests/programs/torture/",
             "tests/support/proxy.py",
-            "tests/testing/certify/plants.py",
+            "packages/certify/tests/plants.py",
         ),
         find=check.each(sleeps),
         bad=[
@@ -87,7 +85,7 @@ CHECKS = (
     ),
     check.Check(
         name="tests assert something",
-        over=_TESTS,
+        over=TESTS,
         find=check.each(idle_tests),
         bad=[
             ("tests/a.py", "def test_a():\n    run()"),

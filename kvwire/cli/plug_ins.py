@@ -1,0 +1,73 @@
+"""Subcommands of other distributions, by the entry-point group ``kvwire.commands``.
+
+Each has the name of a command and ``module:app``, a cyclopts ``App`` of that name. Its
+module is imported when the command is called; ``kvwire --help`` shows the summary of
+its distribution.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from importlib.metadata import EntryPoint, entry_points
+from typing import Final
+
+from cyclopts import App
+
+import kvwire
+from kvwire.extras import NotInstalledError
+
+GROUP: Final = "kvwire.commands"
+
+
+class Commands:
+    """What the installed distributions add to a command.
+
+    Args:
+        app: The command, which has its own subcommands.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._own = frozenset(app)
+        found: dict[str, dict[str, EntryPoint]] = defaultdict(dict)
+        for point in entry_points(group=GROUP):
+            found[point.name][point.value] = point
+        self._claims = {name: tuple(points.values()) for name, points in found.items()}
+        for name, (point, *_) in self._claims.items():
+            if name not in self._own:
+                app.command(point.value, name=name, help=_summary(point))
+
+    def load(self, name: str) -> None:
+        """Import what a subcommand needs; nothing for one of kvwire's own.
+
+        Raises:
+            UsageError: Several distributions have that name.
+            NotInstalledError: It cannot be imported.
+        """
+        claims = self._claims.get(name, ())
+        if not claims:
+            return
+        if len(claims) > 1 or name in self._own:
+            owners = sorted(map(_owner, claims)) + ["kvwire"] * (name in self._own)
+            raise kvwire.UsageError(
+                f"the command {name!r} is claimed by {' and '.join(owners)}; "
+                "uninstall one of them"
+            )
+        try:
+            claims[0].load()
+        # A plug-in may raise anything while it is imported.
+        except Exception as exc:
+            owner = _owner(claims[0])
+            raise NotInstalledError(
+                f"the command {name!r} of {owner} cannot be imported: "
+                f"{type(exc).__name__}: {exc}; install {owner} again, in version "
+                f"{kvwire.__version__} of kvwire, or uninstall it"
+            ) from exc
+
+
+def _owner(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else point.value
+
+
+def _summary(point: EntryPoint) -> str:
+    summary = point.dist.metadata["Summary"] if point.dist else ""
+    return f"{summary}."

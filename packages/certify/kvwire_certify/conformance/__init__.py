@@ -1,0 +1,26 @@
+"""The conformance kit: checks of the promises that every backend makes.
+
+>>> report = await check_backend("tcp")
+
+or, from a shell, ``python -m kvwire_certify.conformance tcp``. It needs no test
+framework; docs/howto/write-a-backend.md shows one pytest test for each check.
+"""
+
+from kvwire_certify.conformance.check import Check, CheckFailed, Report, Result
+from kvwire_certify.conformance.runner import (
+    CHECKS,
+    check_backend,
+    check_lanes,
+    run_check,
+)
+
+__all__ = [
+    "CHECKS",
+    "Check",
+    "CheckFailed",
+    "Report",
+    "Result",
+    "check_backend",
+    "check_lanes",
+    "run_check",
+]

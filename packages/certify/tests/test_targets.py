@@ -1,0 +1,122 @@
+"""Targets that come with kvwire: what is offered lands, and kvwire breaks nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvwire_certify.runner import Stage, certify
+from kvwire_certify.schedule import Schedule, Step, make
+from kvwire_certify.transport import TARGETS
+from tests.support.depth import sample
+from tests.support.servers import redis_server, s3_server
+from tests.support.tree import ROOT
+from tests.support.waiting import PATIENCE_S
+
+TRANSPORTS = ("kvwire:tcp", "kvwire:local", "kvwire:ucx")
+# They need a server, and are tested with one.
+SERVED = {"redis", "s3"}
+# An engine is loaded within three times as long.
+LIMIT_S = 60.0
+# They have no puts.
+STORES = {"lmcache", "vllm", "vllm_engine", "vllm_tier"}
+ONCE = Schedule(
+    seed=0,
+    slots=4,
+    slot_bytes=64 << 10,
+    steps=(
+        Step("offer", 0, 1, 2),
+        Step("get", 0, 2),
+        Step("put", 0, 0),
+        Step("get", 0, 2),
+        Step("withdraw", 0),
+    ),
+)
+
+
+def installed(target: str) -> str:
+    """The target, if what it needs is installed.
+
+    It is not loaded here: libraries leave descriptors and threads in a process.
+    """
+    needs = TARGETS["ucx" if target == "kvwire:ucx" else target.partition(":")[0]]
+    for needed in needs.modules:
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed here; `kvwire certify` says how")
+    return target
+
+
+@pytest.mark.parametrize("target", sorted(set(TARGETS) - SERVED))
+async def test_what_is_offered_lands(target: str) -> None:
+    async with Stage(installed(target), LIMIT_S) as stage:
+        try:
+            played = await stage.play(ONCE)
+        except ImportError as exc:
+            if "cannot open shared object file" not in str(exc):
+                raise
+            pytest.skip(str(exc))  # it needs a library of the system
+    assert (played.rule, played.text) == ("", "")
+    assert played.operations == (2 if target in STORES else 3)
+
+
+@pytest.fixture(scope="module")
+def redis_address() -> Iterator[str]:
+    with redis_server() as server:
+        yield f"127.0.0.1:{server.port}"
+
+
+async def test_redis(redis_address: str) -> None:
+    found = await certify(f"redis:{redis_address}", seeds=sample(range(1, 33), 8))
+    assert found.breaches == ()
+    assert found.operations
+
+
+async def test_the_example_of_the_page(
+    redis_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "howto" / "certify.md").read_text()
+    code = page.partition("```python\n")[2].partition("```")[0]
+    port = redis_address.partition(":")[2]
+    (tmp_path / "my_store.py").write_text(code.replace("6379", port))
+    monkeypatch.chdir(tmp_path)
+    found = await certify("my_store.py:MyStore", seeds=range(1, 5))
+    assert found.breaches == ()
+    assert found.operations
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "somebody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "something")
+    installed("s3")
+    with s3_server() as server:
+        address = f"http://127.0.0.1:{server.port}/certify"
+        assert httpx.put(address, timeout=PATIENCE_S).status_code == 200
+        yield address
+
+
+async def test_s3(bucket: str) -> None:
+    found = await certify(f"s3:{bucket}", seeds=sample(range(1, 33), 4))
+    assert found.breaches == ()
+    assert found.operations
+
+
+@pytest.mark.parametrize("target", TRANSPORTS)
+async def test_kvwire_breaks_nothing(target: str) -> None:
+    """Of 300 schedules in a thorough run, some in another."""
+    first = 1000 * TRANSPORTS.index(target)
+    found = await certify(
+        installed(target), seeds=sample(range(first, first + 100), 25)
+    )
+    assert found.breaches == ()
+    assert found.operations
+
+
+async def test_a_get_whose_await_is_cancelled() -> None:
+    """It was released too early, and written to memory that was in use."""
+    async with Stage("kvwire:tcp") as stage:
+        assert (await stage.play(make(1))).rule == ""

@@ -1,0 +1,98 @@
+"""Commands of other distributions: found by name, and broken ones in one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import kvwire
+from tests.support.runs import python
+
+COMMAND = """\
+from cyclopts import App
+
+app = App(name="{name}")
+
+
+@app.default
+def say(word: str = "hello") -> int:
+    print("here:", word)
+    return 3
+"""
+
+
+class Place:
+    """A folder of installed distributions, each with one command.
+
+    Args:
+        folder: An empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def install(self, distribution: str, command: str, module: str, text: str) -> None:
+        """Install a distribution whose command is ``module:app``."""
+        (self._folder / f"{module}.py").write_text(text)
+        info = self._folder / f"{distribution}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1\n"
+            f"Summary: What {distribution} does\n"
+        )
+        points = f"[kvwire.commands]\n{command} = {module}:app\n"
+        (info / "entry_points.txt").write_text(points)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run ``kvwire`` where they are installed."""
+        env = {**os.environ, "PYTHONPATH": str(self._folder)}
+        return python("-m", "kvwire", *arguments, env=env)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_a_command_is_listed_by_its_distribution_and_runs(place: Place) -> None:
+    place.install("speaks", "greet", "speaking", COMMAND.format(name="greet"))
+    assert "What speaks does." in place.run("--help").stdout
+    assert "--word" in place.run("greet", "--help").stdout
+    done = place.run("greet", "you")
+    assert (done.returncode, done.stdout, done.stderr) == (3, "here: you\n", "")
+
+
+@pytest.mark.parametrize(
+    "text", ["import no_such_module", "app = 1 / 0", "app: int"], ids=lambda text: text
+)
+def test_one_that_cannot_be_imported_is_one_line_and_the_others_run(
+    place: Place, text: str
+) -> None:
+    place.install("broken", "greet", "breaking", text)
+    done = place.run("greet")
+    assert (done.returncode, done.stdout) == (1, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvwire: the command 'greet' of broken cannot be imported: ")
+    assert f"install broken again, in version {kvwire.__version__} of kvwire" in line
+    assert "What broken does." in place.run("--help").stdout
+    assert place.run("config", "show").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "owners"), [("greet", "one and two"), ("doctor", "one and two and kvwire")]
+)
+def test_two_claims_for_a_name_are_an_error_when_it_is_called(
+    place: Place, name: str, owners: str
+) -> None:
+    for distribution in ("one", "two"):
+        text = COMMAND.format(name=name)
+        place.install(distribution, name, f"of_{distribution}", text)
+    done = place.run(name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"kvwire: the command {name!r} is claimed by {owners}; uninstall one of them\n"
+    )
+    assert place.run("config", "show").returncode == 0
