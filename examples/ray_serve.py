@@ -7,7 +7,7 @@
 Serve picks a prefill replica for each request, and counts running requests to decide
 when to start another replica; the KV goes directly from replica to replica. If a
 prefill replica dies, decode keeps the blocks that have arrived, and computes the rest.
-On a running Ray cluster: ``serve run ray_serve:app``. See docs/howto/ray.md.
+On a running Ray cluster: ``serve run ray_serve:app``. See docs/howto/engines.md.
 """
 
 from __future__ import annotations

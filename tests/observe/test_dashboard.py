@@ -26,7 +26,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry, start_http_server
 
 import kvwire
-from kvwire.integrations.vllm.metrics import FIELDS, REASONS
+from kvwire.integrations.vllm.metrics import FIELDS, REASONS, STORE_FIELDS
 from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
 from kvwire.integrations.vllm.proxy.fleet import EngineFleet
 from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
@@ -76,7 +76,7 @@ async def test_every_metric_that_is_asked_for_is_exported() -> None:
 def test_every_metric_of_the_connector_is_on_its_page() -> None:
     page = (ROOT / "docs" / "howto" / "vllm.md").read_text()
     named = set(re.findall(r"`vllm:kvwire_(\w+)`", page))
-    assert named == {*FIELDS, "unmoved_prompts_total", "info"}
+    assert named == {*FIELDS, *STORE_FIELDS, "unmoved_prompts_total", "info"}
 
 
 def test_every_reason_of_the_connector_is_on_its_page() -> None:

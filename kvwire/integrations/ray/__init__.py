@@ -14,7 +14,7 @@
 
     decode.run.remote(prefill.run.remote(prompt))  # and move to the user
 
-Ray pickles its own messages; kvwire pickles nothing. See docs/howto/ray.md.
+Ray pickles its own messages; kvwire pickles nothing. See docs/howto/engines.md.
 """
 
 from __future__ import annotations
