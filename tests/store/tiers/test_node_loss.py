@@ -1,6 +1,6 @@
 """A node of many is killed or stands still: shares of hits, and seconds of stall.
 
-With `-m '' -s` each prints its row of the table in docs/howto/store-cluster.md. An
+With `-m '' -s` each prints its row of the table in docs/topics/store-performance.md. An
 engine asks for the blocks of some prompts and puts what it has missed, over and over.
 """
 
