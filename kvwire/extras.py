@@ -1,7 +1,7 @@
 """Optional packages that kvwire can use, and the commands that install them.
 
-kvwire is on no package index yet. So a command names the directory from which kvwire
-was installed or, if that is unknown, the packages that the extra stands for.
+kvwire is on no package index yet. So a command names the directory from which it was
+installed or, if that is unknown, the packages that the extra stands for.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from urllib.request import url2pathname
 _ROOT: Final = Path(__file__).resolve().parents[1]
 
 
-def install_command(extra: str) -> str:
-    """Return the command that installs an extra of kvwire.
+def install_command(extra: str, *, distribution: str = "kvwire") -> str:
+    """Return the command that installs an extra of kvwire or of a package on it.
 
-    It fits the way in which kvwire was installed here.
+    It fits the way in which the distribution was installed here.
     """
     try:
         here = str(Path.cwd())
     except OSError:  # the directory has been removed
         here = ""
-    return _command(extra, _ROOT, here, tuple(sys.path))
+    return _command(distribution, extra, _ROOT, here, tuple(sys.path))
 
 
 # Cached, since each handshake asks for the command of each missing library.
 @lru_cache(maxsize=64)
-def _command(extra: str, root: Path, here: str, _path: tuple[str, ...]) -> str:
-    if _is_source(root):
+def _command(
+    distribution: str, extra: str, root: Path, here: str, _path: tuple[str, ...]
+) -> str:
+    if distribution == "kvwire" and _is_source(root):
         return f"pip install -e {_named(root, extra, here)}"
-    source = _installed_from()
+    source, editable = _installed_from(distribution)
     if source is not None:
-        return f"pip install {_named(source, extra, here)}"
-    return f"pip install {shlex.join(_packages(extra))}"
+        return f"pip install {'-e ' * editable}{_named(source, extra, here)}"
+    return f"pip install {shlex.join(_packages(distribution, extra))}"
 
 
 class NotInstalledError(ModuleNotFoundError):
@@ -92,9 +94,17 @@ class needed_by:  # noqa: N801 - a statement's word, as in contextlib
     which keeps their memory alive.
     """
 
-    def __init__(self, what: str, *, extra: str = "", command: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        extra: str = "",
+        distribution: str = "kvwire",
+        command: str = "",
+    ) -> None:
         self._what = what
         self._extra = extra
+        self._distribution = distribution
         self._command = command
 
     def __enter__(self) -> None:
@@ -102,9 +112,11 @@ class needed_by:  # noqa: N801 - a statement's word, as in contextlib
 
     def __exit__(self, _: object, exc: BaseException | None, __: object) -> None:
         if isinstance(exc, ModuleNotFoundError):
+            command = self._command or install_command(
+                self._extra, distribution=self._distribution
+            )
             raise NotInstalledError(
-                f"{self._what} needs {exc.name}, which is not installed: "
-                f"{self._command or install_command(self._extra)}",
+                f"{self._what} needs {exc.name}, which is not installed: {command}",
                 name=exc.name,
             ) from None
         # The package is installed, but a shared library that it needs is missing.
@@ -125,25 +137,29 @@ def _named(source: Path, extra: str, here: str) -> str:
     return shlex.quote(f"{'.' if inside else source}[{extra}]")
 
 
-def _installed_from() -> Path | None:
-    """Return the directory that pip recorded (PEP 610), if it still exists."""
+def _installed_from(distribution: str) -> tuple[Path | None, bool]:
+    """Return the directory that pip recorded (PEP 610), if it still exists.
+
+    The second value is whether the installation is editable.
+    """
     try:
-        noted = metadata.distribution("kvwire").read_text("direct_url.json")
+        noted = metadata.distribution(distribution).read_text("direct_url.json")
     except metadata.PackageNotFoundError:
-        return None
+        return None, False
     facts = json.loads(noted or "{}")
     if "dir_info" not in facts:
-        return None
+        return None, False
     source = Path(url2pathname(urlsplit(facts["url"]).path))
-    return source if _is_source(source) else None
+    editable = bool(facts["dir_info"].get("editable"))
+    return (source if _is_source(source) else None), editable
 
 
-def _packages(extra: str) -> list[str]:
+def _packages(distribution: str, extra: str) -> list[str]:
     try:
-        needs = metadata.requires("kvwire") or []
+        needs = metadata.requires(distribution) or []
     except metadata.PackageNotFoundError:
         needs = []
     marker = re.compile(rf"""\bextra == ['"]{extra}['"]""")
     return [
         need.partition(";")[0].strip() for need in needs if marker.search(need)
-    ] or [f"kvwire[{extra}]"]
+    ] or [f"{distribution}[{extra}]"]

@@ -22,7 +22,7 @@ from tests.support.tree import CODE, TESTS, sources
 GPU = Device(MemoryKind.CUDA, 0)
 METADATA = """\
 Metadata-Version: 2.4
-Name: kvwire
+Name: {name}
 Version: 0.1.0
 Requires-Dist: numpy>=1.26
 Requires-Dist: obstore>=0.8; extra == 'store'
@@ -40,15 +40,18 @@ class Environment:
         self.source = root / "clone of mine"
         self.source.mkdir()
         (self.source / "pyproject.toml").touch()
-        self._info = root / "site-packages/kvwire-0.1.0.dist-info"
-        self._info.mkdir(parents=True)
-        (self._info / "METADATA").write_text(METADATA)
-        monkeypatch.syspath_prepend(str(self._info.parent))
-        monkeypatch.setattr(extras, "_ROOT", self._info.parent)
+        self._site = root / "site-packages"
+        self.install("kvwire")
+        monkeypatch.syspath_prepend(str(self._site))
+        monkeypatch.setattr(extras, "_ROOT", self._site)
 
-    def installed_from(self, url: str, **facts: object) -> None:
-        """What pip notes of where it was installed from (PEP 610)."""
-        (self._info / "direct_url.json").write_text(json.dumps({"url": url, **facts}))
+    def install(self, name: str, **facts: object) -> None:
+        """Install a distribution; pip notes where it was installed from (PEP 610)."""
+        info = self._site / f"{name.replace('-', '_')}-0.1.0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text(METADATA.format(name=name))
+        if facts:
+            (info / "direct_url.json").write_text(json.dumps(facts))
 
 
 @pytest.fixture
@@ -69,10 +72,28 @@ def test_in_a_clone_it_names_the_clone(
 def test_a_clone_that_was_installed_from(
     environment: Environment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment.installed_from(environment.source.as_uri(), dir_info={})
+    environment.install("kvwire", url=environment.source.as_uri(), dir_info={})
     assert install_command("demo") == f"pip install '{environment.source}[demo]'"
     monkeypatch.chdir(environment.source)
     assert install_command("demo") == "pip install '.[demo]'"
+
+
+@pytest.mark.parametrize(
+    ("facts", "command"),
+    [
+        ({}, "'obstore>=0.8'"),
+        ({"dir_info": {}}, "'{source}[store]'"),
+        ({"dir_info": {"editable": True}}, "-e '{source}[store]'"),
+    ],
+)
+def test_a_package_on_kvwire_has_extras_of_its_own(
+    facts: dict[str, object],
+    command: str,
+    environment: Environment,
+) -> None:
+    environment.install("kvwire-shelf", url=environment.source.as_uri(), **facts)
+    said = install_command("store", distribution="kvwire-shelf")
+    assert said == f"pip install {command.format(source=environment.source)}"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +109,7 @@ def test_without_a_clone_it_names_the_packages(
     environment: Environment, url: str, facts: dict[str, object]
 ) -> None:
     if url:
-        environment.installed_from(url, **facts)
+        environment.install("kvwire", url=url, **facts)
     assert install_command("store") == "pip install 'obstore>=0.8'"
     assert install_command("demo") == "pip install 'torch>=2.4' 'transformers>=5'"
 
@@ -96,7 +117,7 @@ def test_without_a_clone_it_names_the_packages(
 def test_a_current_directory_that_is_gone(
     environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment.installed_from(environment.source.as_uri(), dir_info={})
+    environment.install("kvwire", url=environment.source.as_uri(), dir_info={})
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
