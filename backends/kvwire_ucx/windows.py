@@ -340,6 +340,7 @@ def read_keys(description: bytes, count: int) -> list[bytes]:
     if len(keys) != count or at != len(description):
         raise MalformedFrame(
             RULE,
-            f"ucx: {len(description)} bytes of keys for a window in {count} pieces",
+            f"ucx: expected {count} keys, one for each piece of the window, in "
+            f"exactly {len(description)} bytes; found {len(keys)} in {at}",
         )
     return keys

@@ -218,7 +218,10 @@ class Landed:
 
     @property
     def usable_prefix(self) -> int:
-        """Return :attr:`usable_tokens` in blocks of the group with the most blocks."""
+        """Return the number of leading blocks that :attr:`usable_tokens` fill.
+
+        With several groups, blocks of the group that has the most tokens count.
+        """
         tokens = [walk.tokens for walk in self.plan.groups]
         longest = tokens.index(max(tokens))
         group = self.plan.local.groups[longest]

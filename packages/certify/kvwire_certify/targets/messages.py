@@ -75,7 +75,10 @@ class MessageEnd(End):
     async def asked(
         self, puts: bool, reference: bytes
     ) -> AsyncIterator[tuple[asyncio.StreamReader, int] | None]:
-        """Request an operation; yield its stream and tag, or None without memory."""
+        """Request an operation; yield its stream and tag.
+
+        Yield None if the other end offers no memory under this reference.
+        """
         tag = secrets.randbits(_TAG_BITS)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.writers.add(writer)
