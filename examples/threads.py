@@ -46,7 +46,7 @@ def prefill() -> None:
 
         print(f"prefill listens on {engine.listen('127.0.0.1:0')}", flush=True)
         while True:
-            consumer = engine.accept().peer.name
+            consumer = engine.run(engine.communicator.accept()).peer.name
             for name, prompt in PROMPTS.items():
                 threads.submit(compute, f"{consumer}/{name}", prompt)
 
@@ -67,8 +67,13 @@ def decode(address: str) -> None:
             known = 0
             if connection is not None:
                 filled = blocks[: len(blocks_for(wanted))]
-                inc = connection.pull(
-                    f"{me}/{name}", pool.cache, filled, tokens=wanted, deadline=30.0
+                inc = engine.pull(
+                    connection,
+                    f"{me}/{name}",
+                    pool.cache,
+                    filled,
+                    tokens=wanted,
+                    deadline=30.0,
                 )
                 known = inc.wait().usable_tokens
                 inc.wait_drained()  # from here on, the blocks may be written to

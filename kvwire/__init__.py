@@ -74,13 +74,8 @@ if TYPE_CHECKING:
         TransferSnapshot,
     )
     from kvwire.engine.ends import (
-        EngineConnection,
         EngineIncoming,
         EngineOutgoing,
-        EnginePeer,
-        EngineRegion,
-        EngineRemoteWindow,
-        EngineWindow,
     )
     from kvwire.engine.engine import Engine
     from kvwire.kv.outcome import Outcome, Timings
@@ -118,13 +113,8 @@ __all__ = [
     "ConnectionSnapshot",
     "DeadlineExceeded",
     "Engine",
-    "EngineConnection",
     "EngineIncoming",
     "EngineOutgoing",
-    "EnginePeer",
-    "EngineRegion",
-    "EngineRemoteWindow",
-    "EngineWindow",
     "FlowControlViolation",
     "FrameTooLarge",
     "Grant",
@@ -188,13 +178,8 @@ _HOMES: Final = {
     "StoreSnapshot": "kvwire.endpoint.snapshot",
     "TransferSnapshot": "kvwire.endpoint.snapshot",
     "Engine": "kvwire.engine.engine",
-    "EngineConnection": "kvwire.engine.ends",
     "EngineIncoming": "kvwire.engine.ends",
     "EngineOutgoing": "kvwire.engine.ends",
-    "EnginePeer": "kvwire.engine.ends",
-    "EngineRegion": "kvwire.engine.ends",
-    "EngineRemoteWindow": "kvwire.engine.ends",
-    "EngineWindow": "kvwire.engine.ends",
     "Incoming": "kvwire.transfers.incoming",
     "Joined": "kvwire.transfers.incoming",
     "join": "kvwire.transfers.incoming",

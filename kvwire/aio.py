@@ -42,9 +42,8 @@ running_loop: Final = asyncio._get_running_loop  # noqa: SLF001 - it never raise
 # No thread has this number.
 FORKED: Final = -1
 _WAY_OUT: Final = (
-    "from other threads use loop.call_soon_threadsafe(...) or "
-    "asyncio.run_coroutine_threadsafe(...) with that loop, or a kvwire.Engine, which "
-    "any thread may call"
+    "from other threads use a kvwire.Engine, whose engine.run(coroutine), publish, "
+    "expect, pull and push any thread may call"
 )
 # A task is cancelled again if a library has swallowed its cancellation.
 _CANCEL_AGAIN_S: Final = 0.2

@@ -11,35 +11,27 @@ to known, so an answer may be out of date but never wrong.
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import os
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
 from kvwire.config import Config, ConfigOptions
 from kvwire.directory import Record
-from kvwire.directory.limits import MEMBER_LEASE_S
 from kvwire.endpoint.communicator import Communicator
 from kvwire.endpoint.communicator import open as open_communicator
 from kvwire.endpoint.connection import Connection
-from kvwire.endpoint.snapshot import Snapshot
-from kvwire.engine.ends import (
-    EngineConnection,
-    EngineIncoming,
-    EngineOutgoing,
-    EnginePeer,
-    EngineRegion,
-    EngineWindow,
-)
-from kvwire.engine.io_thread import IOThread, bind_thread
+from kvwire.endpoint.peer import Peer
+from kvwire.engine.ends import EngineIncoming, EngineOutgoing
+from kvwire.engine.io_thread import IOThread, bind_thread, called
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory
-from kvwire.transfers.options import PublishOptions, ReceiveOptions
-from kvwire.types import Access, AccessName, Address, Uncopied
+from kvwire.transfers.options import PublishOptions, ReceiveOptions, SendOptions
+from kvwire.types import Address, Uncopied
+from kvwire.windows.window import Window
 
 T = TypeVar("T")
 # Time for closing directories and transports, after a communicator's connections.
@@ -49,9 +41,18 @@ _CLOSE_SLACK_S: Final = 30.0
 class Engine(Uncopied):
     """Runs a communicator on its own thread; any thread may call it.
 
-    Once a send, recv, put or get has returned or raised, nothing touches its memory any
-    more, with two exceptions: a second interrupt is raised at once, and calls end with
-    the engine even if a transport has not released their memory (see :meth:`close`).
+    It has the calls that an engine's threads need for transfers and windows. Everything
+    else is a coroutine for :meth:`run`, which uses :attr:`communicator`::
+
+        connection = engine.run(engine.communicator.accept())
+
+
+        async def ask(question: bytes) -> bytes:
+            await connection.send(1, question)
+            return await connection.recv(2, deadline=5.0)
+
+
+        answer = engine.run(ask(b"ready?"))
 
     Args:
         config: A Config, the path of a TOML file, or None for the environment alone.
@@ -69,7 +70,7 @@ class Engine(Uncopied):
         self._thread = IOThread("kvwire-engine")
         try:
             self._thread.begin()
-            self._communicator = self._thread.call(
+            self._communicator = self._thread.run(
                 _opened(self._thread, config, arguments)
             )
         except BaseException:
@@ -86,31 +87,52 @@ class Engine(Uncopied):
             warnings.warn(f"{self!r} was never closed", ResourceWarning, stacklevel=2)
 
     @property
-    def config(self) -> Config:
-        """Return its configuration."""
-        return self._communicator.config
+    def communicator(self) -> Communicator:
+        """Return the communicator, for coroutines that this engine runs."""
+        return self._communicator
 
-    @property
-    def name(self) -> str:
-        """Return the name that peers see."""
-        return self._communicator.name
+    # --- coroutines -------------------------------------------------------------------
 
-    @property
-    def closed(self) -> bool:
-        """Whether it is closing, or closed."""
-        return self._thread.ended or self._communicator.closed
+    def run(
+        self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float | None = None
+    ) -> T:
+        """Run a coroutine on the engine's loop, and wait for its result.
 
-    def listen(self, address: str | Address) -> Address:
-        """Accept connections on an address; :meth:`accept` returns them.
+        Whatever the coroutine raises is raised here, SystemExit included. After a
+        timeout, or an interrupt such as Ctrl-C, the coroutine is cancelled, and has
+        ended when this raises. Memory that it lent to a request may still be in use
+        then: see :meth:`kvwire.Request.released`.
 
-        Returns:
-            The bound address, with the real port.
+        Args:
+            coroutine: For example ``engine.communicator.accept()``.
+            timeout_s: Seconds until it is cancelled; None for as long as it takes.
 
         Raises:
+            TimeoutError: It was not done in time. A result that came at that moment is
+                returned instead.
+            UsageError: From the engine's own thread, or after a fork; or ``coroutine``
+                is not one.
             ClosedOK: The engine is closed.
-            KVWireError: As :meth:`kvwire.Communicator.listen`.
         """
-        return self._thread.call(self._communicator.listen(address))
+        return self._thread.run(coroutine, timeout_s)
+
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the engine's loop without waiting for it.
+
+        Any thread may wait for the returned future, or cancel it.
+
+        Raises:
+            UsageError: From the engine's own thread, or after a fork; or ``coroutine``
+                is not one.
+            ClosedOK: The engine is closed.
+        """
+        return self._thread.start(coroutine)
+
+    # --- connections ------------------------------------------------------------------
+
+    def listen(self, address: str | Address) -> Address:
+        """Accept connections; see :meth:`kvwire.Communicator.listen`."""
+        return self._thread.run(self._communicator.listen(address))
 
     def connect(
         self,
@@ -118,43 +140,19 @@ class Engine(Uncopied):
         *,
         transport: str | Iterable[str] | None = None,
         timeout_s: float | None = None,
-    ) -> EngineConnection:
-        """Connect to a listening communicator or engine, and wait for the connection.
+    ) -> Connection:
+        """Connect, and wait for that; see :meth:`kvwire.Communicator.connect`.
 
-        Args:
-            address: Where it listens.
-            transport: A required transport, or several in order of preference.
-            timeout_s: Seconds until the connection must be usable; None for the
-                configured ``handshake_timeout_s``.
-
-        Raises:
-            ClosedOK: The engine is closed.
-            KVWireError: As :meth:`kvwire.Communicator.connect`.
+        Returns:
+            The connection, for :meth:`pull`, :meth:`push`, and coroutines.
         """
-        connection = self._thread.call(
+        return self._thread.run(
             self._communicator.connect(
                 address, transport=transport, timeout_s=timeout_s
             )
         )
-        return EngineConnection(self, self._thread, connection)
 
-    def accept(self, timeout: float | None = None) -> EngineConnection:
-        """Wait for the next inbound connection.
-
-        Args:
-            timeout: Seconds to wait; None for as long as it takes.
-
-        Raises:
-            TimeoutError: No connection came in time; none is lost.
-            ClosedOK: The engine was closed.
-        """
-        # The timeout is on the loop, so that no connection is taken and then lost.
-        connection = self._thread.call(_accepted(self._communicator, timeout))
-        return EngineConnection(self, self._thread, connection)
-
-    def snapshot(self) -> Snapshot:
-        """Return the open connections, transfers and stores, as plain values."""
-        return self._thread.run(self._communicator.snapshot)
+    # --- transfers --------------------------------------------------------------------
 
     def publish(
         self,
@@ -163,15 +161,12 @@ class Engine(Uncopied):
         blocks: Blocks,
         **options: Unpack[PublishOptions],
     ) -> EngineOutgoing:
-        """Offer a transfer to the peer that pulls its id; does not wait for the peer.
-
-        Arguments, options and errors are those of :meth:`kvwire.Communicator.publish`.
-        """
+        """Offer a transfer without waiting, as :meth:`kvwire.Communicator.publish`."""
         return EngineOutgoing(
-            self,
             self._thread,
+            self,
             self._thread.run(
-                lambda: self._communicator.publish(id, cache, blocks, **options)
+                called(lambda: self._communicator.publish(id, cache, blocks, **options))
             ),
         )
 
@@ -182,17 +177,67 @@ class Engine(Uncopied):
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> EngineIncoming:
-        """Receive a transfer that a peer pushes; does not wait for it.
-
-        Arguments, options and errors are those of :meth:`kvwire.Communicator.expect`.
-        """
+        """Receive a push without waiting, as :meth:`kvwire.Communicator.expect`."""
         return EngineIncoming(
-            self,
             self._thread,
+            self,
             self._thread.run(
-                lambda: self._communicator.expect(id, cache, blocks, **options)
+                called(lambda: self._communicator.expect(id, cache, blocks, **options))
             ),
         )
+
+    def pull(
+        self,
+        peer: Connection | Peer | Record | str,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[ReceiveOptions],
+    ) -> EngineIncoming:
+        """Request a transfer that a peer publishes, without waiting.
+
+        Args:
+            peer: A connection or a peer; or what :meth:`kvwire.Communicator.peer`
+                takes, such as ``"10.0.0.7:7400"``: it is dialled if necessary.
+            id: As for :meth:`kvwire.Connection.pull`, like all further arguments.
+            cache: As there.
+            blocks: As there.
+            **options: As there.
+        """
+        return EngineIncoming(
+            self._thread,
+            self,
+            self._thread.run(
+                called(lambda: self._found(peer).pull(id, cache, blocks, **options))
+            ),
+        )
+
+    def push(
+        self,
+        peer: Connection | Peer | Record | str,
+        id: str | bytes | int,
+        cache: PagedCache,
+        blocks: Blocks,
+        **options: Unpack[SendOptions],
+    ) -> EngineOutgoing:
+        """Send a peer a transfer that it expects, without waiting.
+
+        Args:
+            peer: As for :meth:`pull`.
+            id: As for :meth:`kvwire.Connection.push`, like all further arguments.
+            cache: As there.
+            blocks: As there.
+            **options: As there.
+        """
+        return EngineOutgoing(
+            self._thread,
+            self,
+            self._thread.run(
+                called(lambda: self._found(peer).push(id, cache, blocks, **options))
+            ),
+        )
+
+    # --- windows ----------------------------------------------------------------------
 
     def expose(
         self,
@@ -200,99 +245,19 @@ class Engine(Uncopied):
         memory: PagedCache | Memory,
         *,
         block_bytes: int | None = None,
-    ) -> EngineWindow:
-        """Let peers read blocks without asking.
+    ) -> Window:
+        """Let peers read blocks without asking; see :meth:`kvwire.Communicator.expose`.
 
-        Arguments and errors are those of :meth:`kvwire.Communicator.expose`.
+        Any thread may call the window's ``offer`` and ``withdraw``, which never wait.
+        Its ``close`` is a coroutine for :meth:`run`, as is everything that reads a
+        peer's window.
         """
-        communicator = self._communicator
-        return EngineWindow(
-            self,
-            self._thread,
-            self._thread.run(
-                lambda: communicator.expose(name, memory, block_bytes=block_bytes)
-            ),
+        expose = self._communicator.expose
+        return self._thread.run(
+            called(lambda: expose(name, memory, block_bytes=block_bytes))
         )
 
-    def register(
-        self, buffer: Memory, access: AccessName | Access = "read"
-    ) -> EngineRegion:
-        """Lend memory to peers; each peer needs a grant to reach it.
-
-        Arguments and errors are those of :meth:`kvwire.Communicator.register`.
-        """
-        communicator = self._communicator
-        region = self._thread.run(lambda: communicator.register(buffer, access))
-        return EngineRegion(self, self._thread, region)
-
-    def peer(self, where: str | Record) -> EnginePeer:
-        """Return the peer at an address, or one that a directory selector matches.
-
-        It is dialled on first use, and again after its connection has ended. Arguments
-        and errors are those of :meth:`kvwire.Communicator.peer`.
-        """
-        peer = self._thread.run(lambda: self._communicator.peer(where))
-        return EnginePeer(self, self._thread, peer)
-
-    def members(self, selector: str = "") -> tuple[Record, ...]:
-        """Return the other members of the directory that match a selector.
-
-        Waits for the first answer of the directory. Arguments and errors are those of
-        :meth:`kvwire.Communicator.members`.
-        """
-        return self._thread.call(self._communicator.members(selector))
-
-    def announce(
-        self,
-        *,
-        role: str = "",
-        model: str = "",
-        cache: PagedCache | None = None,
-        labels: Mapping[str, str] | None = None,
-        load: float = 0.0,
-        address: str | Address | None = None,
-        lease_s: float = MEMBER_LEASE_S,
-    ) -> None:
-        """Announce this engine in its configured directory; does not wait for that.
-
-        Arguments and errors are those of :meth:`kvwire.Communicator.announce`.
-        """
-        self._thread.run(
-            lambda: self._communicator.announce(
-                role=role,
-                model=model,
-                cache=cache,
-                labels=labels,
-                load=load,
-                address=address,
-                lease_s=lease_s,
-            )
-        )
-
-    def withdraw(self) -> None:
-        """Withdraw the announcement, so that no new peer finds this engine.
-
-        Connections stay open. Never raises because of the directory.
-        """
-        self._thread.call(self._communicator.withdraw())
-
-    def start(
-        self, work: Callable[[Communicator], Coroutine[Any, Any, T]]
-    ) -> concurrent.futures.Future[T]:
-        """Run a coroutine on the engine's loop without waiting for it.
-
-        Use it for work in several steps, such as connecting and then pulling. The
-        coroutine may use the whole communicator; any thread may read the result.
-
-        Args:
-            work: Called with the communicator, on the calling thread; the coroutine
-                that it returns runs on the loop.
-
-        Raises:
-            UsageError: From the engine's own thread, or after a fork.
-            ClosedOK: The engine is closed.
-        """
-        return self._thread.start(work(self._communicator))
+    # --- the end ----------------------------------------------------------------------
 
     def abort(self) -> None:
         """End every connection now; does not wait. ``close`` waits for the remains.
@@ -334,6 +299,13 @@ class Engine(Uncopied):
             self.abort()
         self.close()
 
+    # --- inside -----------------------------------------------------------------------
+
+    def _found(self, peer: Connection | Peer | Record | str) -> Connection | Peer:
+        if isinstance(peer, Connection | Peer):
+            return peer
+        return self._communicator.peer(peer)
+
 
 async def _opened(
     thread: IOThread,
@@ -347,11 +319,3 @@ async def _opened(
     within_s = 2 * opening.config.close_timeout_s + _CLOSE_SLACK_S
     thread.at_end(communicator.close, within_s)
     return communicator
-
-
-async def _accepted(communicator: Communicator, timeout: float | None) -> Connection:
-    try:
-        async with asyncio.timeout(timeout):
-            return await communicator.accept()
-    except TimeoutError:
-        raise TimeoutError(f"no connection within {timeout:g} s") from None

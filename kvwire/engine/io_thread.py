@@ -114,57 +114,50 @@ class IOThread:
         self._at_end = end
         self._end_within_s = within_s
 
-    def call(
-        self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None
+    def run(
+        self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None
     ) -> T:
         """Run a coroutine on the loop and wait for its result.
 
-        If an interrupt ends the wait, the coroutine is cancelled, and has ended before
-        the interrupt is raised. Only a second interrupt leaves it running.
+        If an interrupt or the time limit ends the wait, the coroutine is cancelled, and
+        has ended when this raises. Only a second interrupt leaves it running.
 
         Raises:
-            UsageError: From the thread itself, or after a fork.
+            UsageError: From the thread itself, or after a fork; or it is no coroutine.
             ClosedOK: The thread has ended.
-            TimeoutError: It took longer than ``timeout`` seconds; it was cancelled.
+            TimeoutError: It took longer than ``timeout_s``; it was cancelled.
         """
-        call = _Call(coroutine, self._calls)
+        call = _Call("run", coroutine, self._calls)
         try:
             self._hand_over(call)
-            return call.result.result(timeout)
+            try:
+                return call.result.result(timeout_s)
+            except TimeoutError:
+                if call.result.done():  # perhaps the coroutine's own error
+                    return call.result.result()
+                call.stop()
+                # What came at this moment is the result nevertheless.
+                with contextlib.suppress(concurrent.futures.CancelledError):
+                    return call.result.result()
+                raise TimeoutError(f"not done within {timeout_s:g} s") from None
         except concurrent.futures.CancelledError:
-            raise ClosedOK("the Engine is closed") from None
-        except TimeoutError:
-            # Either the coroutine's own error, such as ETIMEDOUT, or the wait has timed
-            # out.
-            if call.result.cancel():
-                raise TimeoutError(f"not done within {timeout:g} s") from None
-            return call.result.result()
+            if self._ended:
+                raise ClosedOK("the Engine is closed") from None
+            raise
         except BaseException:
-            call.abandon()
-            concurrent.futures.wait((call.result,))  # for the end, not only a cancel
+            call.stop()
+            concurrent.futures.wait((call.result,))
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine on the loop without waiting for it."""
-        if not isinstance(coroutine, Coroutine):
-            raise wrong_type(
-                "start", coroutine, "a coroutine, such as an async function returns"
-            )
-        call = _Call(coroutine, self._calls)
+        call = _Call("start", coroutine, self._calls)
         try:
             self._hand_over(call)
         except BaseException:
-            call.abandon()
+            call.stop()
             raise
         return call.result
-
-    def run(self, function: Callable[[], T]) -> T:
-        """Run a function on the loop and wait for its result."""
-
-        async def call() -> T:
-            return function()
-
-        return self.call(call())
 
     def post(self, function: Callable[[], None]) -> None:
         """Schedule a function on the loop; does nothing if the thread has ended."""
@@ -238,6 +231,7 @@ class IOThread:
         self._check_other_thread()
         if self._ended:
             raise ClosedOK("the Engine is closed")
+        call.loop = self._loop
         self._calls.add(call)  # bounded: calls of the program's own threads
         try:
             self._loop.call_soon_threadsafe(call.begin)
@@ -276,7 +270,20 @@ class IOThread:
         )
         self._loop.set_default_executor(executor)
         try:
-            self._loop.run_until_complete(self._live())
+            living = self._loop.create_task(self._live())
+            while not living.done():
+                try:
+                    self._loop.run_until_complete(living)
+                except (SystemExit, KeyboardInterrupt) as exc:
+                    # Raised by a task or callback of the program. asyncio leaves the
+                    # loop for it, which must not end the work of every other caller.
+                    logger.warning(
+                        "a task or callback on the loop of thread %s raised %r; the "
+                        "loop goes on",
+                        self._thread.name,
+                        exc,
+                        exc_info=exc,
+                    )
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
             _join(workers, CLOSE_TIMEOUT_S)
@@ -324,52 +331,60 @@ class _Call(Generic[T]):
     """Passes a coroutine to the loop, or takes it back, but never both.
 
     Attributes:
+        loop: The loop, once the call was handed over.
         result: The future on which any thread waits.
     """
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, T], open_calls: set[_Call[Any]]
+        self, verb: str, coroutine: Coroutine[Any, Any, T], open_calls: set[_Call[Any]]
     ) -> None:
+        if not isinstance(coroutine, Coroutine):
+            raise wrong_type(
+                verb, coroutine, "a coroutine, such as an async function returns"
+            )
+        self.loop: asyncio.AbstractEventLoop
         self.result: concurrent.futures.Future[T] = concurrent.futures.Future()
         # The thread that pops the coroutine runs or closes it; only one thread can pop
         # it.
         self._coroutine = [coroutine]
-        self._begun = False
+        self._task: asyncio.Task[T] | None = None
         self._open_calls = open_calls
 
     def begin(self) -> None:
         """Run the coroutine on the loop, unless it was taken back."""
         with contextlib.suppress(IndexError):
-            task = start_task(self._coroutine.pop())
-            self._begun = True
-            task.add_done_callback(self._settle)
-            loop = task.get_loop()
+            self._task = start_task(self._coroutine.pop())
+            self._task.add_done_callback(self._settle)
+            self.result.add_done_callback(self._cancelled)
 
-            def cancelled(result: concurrent.futures.Future[T]) -> None:
-                if result.cancelled() and not task.done():
-                    # The loop, and the task with it, may have ended.
-                    with contextlib.suppress(RuntimeError):
-                        loop.call_soon_threadsafe(task.cancel)
-
-            self.result.add_done_callback(cancelled)
-
-    def abandon(self) -> None:
-        """Cancel the call at any stage.
-
-        Its caller gets the result's cancellation at once, but
-        ``concurrent.futures.wait`` returns only when the coroutine has ended.
-        """
-        self.result.cancel()
-        with contextlib.suppress(IndexError):
+    def stop(self) -> None:
+        """Cancel the coroutine at any stage; ``result`` is done when it has ended."""
+        try:
             self._coroutine.pop().close()
+        except IndexError:
+            self._cancel()
+        else:
             self._open_calls.discard(self)
-            self.result.set_running_or_notify_cancel()
+            self._end()
 
     def end(self) -> None:
         """End the call with its loop, on which nothing can run any more."""
-        self.abandon()
-        if self._begun:
-            self.result.set_running_or_notify_cancel()
+        self.stop()
+        if self._task is not None:
+            self._end()
+
+    def _cancelled(self, result: concurrent.futures.Future[T]) -> None:
+        if result.cancelled():
+            self._cancel()
+
+    def _cancel(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop, and the task, have ended
+            # Behind `begin`, if that has not set the task yet.
+            self.loop.call_soon_threadsafe(lambda: self._task and self._task.cancel())
+
+    def _end(self) -> None:
+        self.result.cancel()
+        self.result.set_running_or_notify_cancel()
 
     def _settle(self, task: asyncio.Task[T]) -> None:
         self._open_calls.discard(self)
@@ -386,6 +401,11 @@ class _Call(Generic[T]):
 
 # A library may swallow one cancellation; if it swallows two, it always will.
 _CANCELLATIONS: Final = 2
+
+
+async def called(function: Callable[[], T]) -> T:
+    """Call a function, where :meth:`IOThread.run` takes a coroutine."""
+    return function()
 
 
 def _others() -> set[asyncio.Task[Any]]:

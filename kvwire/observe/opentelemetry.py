@@ -58,7 +58,7 @@ class TransferTracer:
 
     Args:
         communicator: The communicator. Call this on its loop; with a
-            :class:`kvwire.Engine`, through ``engine.start``.
+            :class:`kvwire.Engine`, through ``engine.run``.
         provider: The provider that gets the spans; None for the global one.
     """
 

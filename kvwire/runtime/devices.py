@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from kvwire.errors import BackendUnavailable
 from kvwire.memory.device.copy_engine import CopyEngine, StreamWaiters
@@ -28,8 +26,6 @@ class Devices:
         # At most the number of devices in this host.
         self._copy_engines: dict[Device, CopyEngine] = {}
         self._waiters: dict[Device, StreamWaiters] = {}
-        # Belongs to the loop; None outside of the blocks of `behind`.
-        self._behind: Event | None = None
         self._closed = False
 
     def copy_engine(self, device: Device) -> CopyEngine:
@@ -51,29 +47,6 @@ class Devices:
         return self._copy_engines[device]
 
     def queued(self, device: Device) -> Event:
-        """Return an event behind the work that a request has to wait for.
-
-        That is the work of the calling thread, see :meth:`recorded`, or of the thread
-        on whose behalf the loop begins it, see :meth:`behind`.
-
-        Raises:
-            BackendUnavailable: The device does not work.
-        """
-        return self._behind or self.recorded(device)
-
-    @contextmanager
-    def behind(self, event: Event | None) -> Iterator[None]:
-        """Let requests that begin within the block wait for another thread's event.
-
-        None stands for the loop's own thread, as outside of the block.
-        """
-        self._behind = event
-        try:
-            yield
-        finally:
-            self._behind = None
-
-    def recorded(self, device: Device) -> Event:
         """Return an event behind the work that the calling thread has queued.
 
         It is recorded on the current stream of the thread's library. Thread-safe.

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from kvwire import (
     BlockStore,
-    Communicator,
     Engine,
     KVSpec,
     PagedCache,
@@ -76,7 +75,7 @@ class PageStore:
 
     def present(self, keys: Sequence[bytes], pages: PagedCache) -> Future[list[bool]]:
         """Return a future: for each key, whether a page of this length is stored."""
-        return self._engine.start(lambda _: self._store.present(keys, pages))
+        return self._engine.start(self._store.present(keys, pages))
 
     def put(
         self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
@@ -87,7 +86,7 @@ class PageStore:
         nothing reads the caller's memory any more.
         """
         put = self._store.put
-        return self._engine.start(lambda _: self._landed(put, keys, pages, ids))
+        return self._engine.start(self._landed(put, keys, pages, ids))
 
     def get(
         self, keys: Sequence[bytes], pages: PagedCache, ids: BlockIds
@@ -98,18 +97,18 @@ class PageStore:
         done, nothing writes to the caller's memory any more.
         """
         get = self._store.get
-        return self._engine.start(lambda _: self._landed(get, keys, pages, ids))
+        return self._engine.start(self._landed(get, keys, pages, ids))
 
     def delete_all(self, pages: PagedCache) -> Future[int]:
         """Delete every page of this length in all tiers; the future has the count."""
-        return self._engine.start(lambda _: self._store.delete_all(pages))
+        return self._engine.start(self._store.delete_all(pages))
 
     def close(self) -> None:
         """Close the store once running work has ended. May be called repeatedly."""
         if self._closed:
             return
         self._closed = True
-        self._engine.start(lambda _: self._store.close()).result()
+        self._engine.run(self._store.close())
         self._engine.close()
 
     async def _landed(
@@ -145,12 +144,12 @@ def open_store(
 ) -> tuple[Engine, BlockStore]:
     """Open a store on a new engine, which is closed if opening fails."""
 
-    async def opened(_: Communicator) -> BlockStore:
+    async def opened() -> BlockStore:
         return await BlockStore.open(tiers, write=write)
 
     engine = Engine(Config(name=name))
     try:
-        return engine, engine.start(opened).result()
+        return engine, engine.run(opened())
     except BaseException:
         engine.close()
         raise
@@ -159,7 +158,7 @@ def open_store(
 def require_room(engine: Engine, store: BlockStore, cache: PagedCache) -> None:
     """Raise UsageError if a cache's block does not fit a tier of the store."""
 
-    async def check(_: Communicator) -> None:
+    async def check() -> None:
         store.require_room(cache)
 
-    engine.start(check).result()
+    engine.run(check())

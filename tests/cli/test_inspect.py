@@ -12,6 +12,7 @@ from rich.console import Console
 import kvwire
 from kvwire.cli.inspect import screen
 from kvwire.cli.main import main
+from kvwire.engine.io_thread import called
 from kvwire.observe.view import process_view
 from tests.support.caches import Memory
 
@@ -26,7 +27,7 @@ def test_a_look_at_a_process(
     ):
         connection = here.connect(there.listen("127.0.0.1:0"))
         out = there.publish("request-7", Memory().cache, [0])
-        inc = connection.pull("request-7", Memory().cache, [1])
+        inc = here.pull(connection, "request-7", Memory().cache, [1])
         out.ready(layers=0)
         inc.wait_layer(0, timeout=10)
         assert main(["top", str(folder), "--once"]) == 0
@@ -51,7 +52,7 @@ def test_a_look_at_a_process(
 
 def test_rates_and_trouble_are_on_the_screen() -> None:
     with kvwire.Engine(name="a\x1b[31m") as engine:
-        now = engine.snapshot()
+        now = engine.run(called(engine.communicator.snapshot))
     store = kvwire.StoreSnapshot(
         name="memory:1MiB",
         calls=(kvwire.StoreCallSnapshot(verb="get", blocks=1, age_s=1.5),),

@@ -200,7 +200,7 @@ async def test_another_thread_is_refused(things: Things) -> None:
     for text in said:
         assert "called from thread 'me', but the object belongs" in text
         assert f"event loop of thread {owner!r}" in text
-        assert "loop.call_soon_threadsafe(...)" in text
+        assert "engine.run(coroutine)" in text
         assert "kvwire.Engine" in text
     assert not things.request.done()
 

@@ -8,6 +8,7 @@ import msgspec
 
 import kvwire
 from kvwire.endpoint.snapshot import SILENCE_S
+from kvwire.engine.io_thread import called
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
@@ -141,4 +142,4 @@ async def test_stores_of_the_loop_are_in_it() -> None:
 
 def test_an_engine_takes_one_too() -> None:
     with kvwire.Engine(name="engine") as engine:
-        assert engine.snapshot().name == "engine"
+        assert engine.run(called(engine.communicator.snapshot)).name == "engine"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import os
 import queue
@@ -10,22 +11,19 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import kvwire
-from kvwire import EngineConnection, EngineIncoming, EngineOutgoing
+from kvwire import EngineIncoming, EngineOutgoing
 from tests.support.caches import BLOCKS, LAYERS, Memory, same
 from tests.support.interrupts import interrupts
 from tests.support.pairs import SCHEMES, anywhere
-from tests.support.simulated_device import SimulatedDevice
 from tests.support.waiting import PATIENCE_S
 
 EVERY = list(range(BLOCKS))
@@ -37,15 +35,15 @@ class Engines:
 
     p: kvwire.Engine
     c: kvwire.Engine
-    asking: EngineConnection
-    offering: EngineConnection
+    asking: kvwire.Connection
+    offering: kvwire.Connection
     source: Memory
     target: Memory
 
     def begin(self, id: str) -> tuple[EngineOutgoing, EngineIncoming]:
         """Both ends of a pull."""
         out = self.p.publish(id, self.source.cache, EVERY)
-        return out, self.asking.pull(id, self.target.cache, EVERY)
+        return out, self.c.pull(self.asking, id, self.target.cache, EVERY)
 
 
 @contextmanager
@@ -53,7 +51,7 @@ def engines(scheme: str = "tcp") -> Iterator[Engines]:
     """Closed at the end, the consumer first."""
     with kvwire.Engine(name="prefill") as p, kvwire.Engine(name="decode") as c:
         asking = c.connect(p.listen(anywhere(scheme)))
-        offering = p.accept(PATIENCE_S)
+        offering = p.run(p.communicator.accept(), timeout_s=PATIENCE_S)
         source = Memory()
         source.stamp(EVERY)
         yield Engines(p, c, asking, offering, source, Memory())
@@ -70,7 +68,7 @@ def test_layer_by_layer(scheme: str, verb: str) -> None:
             out, inc = e.begin("t")
         else:
             inc = e.c.expect("t", e.target.cache, EVERY)
-            out = e.offering.push("t", e.source.cache, EVERY)
+            out = e.p.push(e.offering, "t", e.source.cache, EVERY)
         for layer in range(LAYERS):
             assert not inc.layer_landed(layer)
             out.ready(layers=layer)
@@ -168,6 +166,7 @@ def test_wrong_arguments_are_told_in_the_line_that_makes_them() -> None:
 
 
 def test_connections_say_who_is_there() -> None:
+    """To any thread; what they do is for coroutines, and for the engine."""
     with engines() as e:
         assert e.asking.peer.name == "prefill"
         assert e.offering.peer.name == "decode"
@@ -175,36 +174,31 @@ def test_connections_say_who_is_there() -> None:
         assert e.asking.transport_report.taken == "tcp"
         assert "prefill" in repr(e.asking)
         assert "1 connections" in repr(e.p)
-        e.asking.close()
-        pulled = e.asking.pull("t", e.target.cache, EVERY)
+        with pytest.raises(kvwire.UsageError, match=r"engine\.run\(coroutine\)"):
+            e.asking.pull("t", e.target.cache, EVERY)
+        e.c.run(e.asking.close())
+        pulled = e.c.pull(e.asking, "t", e.target.cache, EVERY)
         assert not pulled.wait().complete
         pulled.wait_drained()
-        again = e.c.connect(e.p.listen("127.0.0.1:0"))
-        again.abort("enough")
-        assert not again.pull("t", e.target.cache, EVERY).wait().complete
 
 
-def test_accepts_that_take_too_long_lose_no_connection() -> None:
-    """Every connection comes out of some accept, however many of them gave up."""
-    count = 30
-    with ExitStack() as stack:
-        p = stack.enter_context(kvwire.Engine(name="prefill"))
-        c = stack.enter_context(kvwire.Engine(name="decode"))
-        pool = stack.enter_context(ThreadPoolExecutor(1))
-        with pytest.raises(TimeoutError, match=r"no connection within 0\.01 s"):
-            p.accept(0.01)
-        address = p.listen(anywhere("inproc"))
-        connecting = pool.submit(lambda: [c.connect(address) for _ in range(count)])
-        accepted = 0
-        while accepted < count:
-            try:
-                p.accept(0.0005)
-            except TimeoutError:
-                continue
-            accepted += 1
-        assert len(connecting.result(PATIENCE_S)) == count
-        with pytest.raises(TimeoutError):
-            p.accept(0.01)
+@pytest.mark.parametrize("verb", ["pull", "push"])
+def test_a_peer_is_dialled_by_its_address(verb: str) -> None:
+    with kvwire.Engine(name="prefill") as p, kvwire.Engine(name="decode") as c:
+        source, target = Memory(), Memory()
+        source.stamp(EVERY)
+        if verb == "pull":
+            where = str(p.listen(anywhere("tcp")))
+            out = p.publish("t", source.cache, EVERY)
+            inc = c.pull(where, "t", target.cache, EVERY)
+        else:
+            where = str(c.listen(anywhere("tcp")))
+            inc = c.expect("t", target.cache, EVERY)
+            out = p.push(where, "t", source.cache, EVERY)
+        with out:
+            out.ready()
+        assert inc.wait(PATIENCE_S).complete
+        assert same(source, EVERY, target, EVERY)
 
 
 def test_errors_of_connect_keep_their_types() -> None:
@@ -225,6 +219,190 @@ def test_errors_of_connect_keep_their_types() -> None:
             one.connect("nowhere://x:1")
 
 
+# --- coroutines -----------------------------------------------------------------------
+
+
+def test_anything_else_is_a_coroutine() -> None:
+    """Messages, memory, members: with everything that a communicator can do."""
+    with engines() as e:
+        lent = bytearray(b"computed")
+
+        async def lend() -> bytes:
+            region = e.p.communicator.register(lent)
+            await e.offering.send(1, region.grant(e.offering).to_bytes())
+            return bytes(await e.offering.recv(2))
+
+        async def take() -> bytes:
+            grant = kvwire.Grant.from_bytes(bytes(await e.asking.recv(1)))
+            into = bytearray(8)
+            await e.asking.get(grant, into)
+            await e.asking.send(2, b"thanks")
+            return bytes(into)
+
+        answer = e.p.start(lend())
+        assert e.c.run(take(), timeout_s=PATIENCE_S) == b"computed"
+        assert answer.result(PATIENCE_S) == b"thanks"
+
+
+def test_accepts_that_take_too_long_lose_no_connection() -> None:
+    """Every connection comes out of some accept, however many of them gave up."""
+    count = 30
+    with ExitStack() as stack:
+        p = stack.enter_context(kvwire.Engine(name="prefill"))
+        c = stack.enter_context(kvwire.Engine(name="decode"))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        accept = p.communicator.accept
+        with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"):
+            p.run(accept(), timeout_s=0.01)
+        address = p.listen(anywhere("inproc"))
+        connecting = pool.submit(lambda: [c.connect(address) for _ in range(count)])
+        accepted = 0
+        while accepted < count:
+            try:
+                p.run(accept(), timeout_s=0.0005)
+            except TimeoutError:
+                continue
+            accepted += 1
+        assert len(connecting.result(PATIENCE_S)) == count
+        with pytest.raises(TimeoutError):
+            p.run(accept(), timeout_s=0.01)
+
+
+def test_a_coroutine_that_takes_too_long_has_ended() -> None:
+    ended: list[bool] = []
+
+    async def slow() -> None:
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append(True)
+
+    with kvwire.Engine() as engine:
+        with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"):
+            engine.run(slow(), timeout_s=0.01)
+        assert ended == [True]
+
+
+def test_a_cancelled_coroutine_is_no_closed_engine() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError
+
+    with kvwire.Engine() as engine, pytest.raises(concurrent.futures.CancelledError):
+        engine.run(cancelled())
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_an_exit_is_for_its_caller_alone(kind: type[BaseException]) -> None:
+    """Nobody else's work ends with it, and nobody waits for ever."""
+
+    async def leave() -> None:
+        raise kind("enough")
+
+    with engines() as e:
+        _, inc = e.begin("t")
+        with pytest.raises(kind, match="enough"):
+            e.c.run(leave())
+        with pytest.raises(kind, match="enough"):
+            e.c.start(leave()).result(PATIENCE_S)
+        assert not inc.done()
+        assert e.c.run(asyncio.sleep(0, 3)) == 3
+
+
+def test_an_exit_in_a_task_or_a_callback_does_not_end_the_loop(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Such as ``free=`` of a transfer, which has no caller that could get it."""
+
+    async def leave() -> None:
+        raise SystemExit
+
+    async def begin() -> None:
+        left = asyncio.create_task(leave())
+        await asyncio.wait([left])
+        assert isinstance(left.exception(), SystemExit)
+
+    with engines() as e:
+        e.c.run(begin(), timeout_s=PATIENCE_S)
+        out = e.p.publish("t", e.source.cache, EVERY)
+        inc = e.c.pull(e.asking, "t", e.target.cache, EVERY, free=sys.exit)
+        with out:
+            out.ready()
+        assert inc.wait(PATIENCE_S).complete
+        inc.wait_drained(PATIENCE_S)
+        again, pulled = e.begin("u")
+        with again:
+            again.ready()
+        assert pulled.wait(PATIENCE_S).complete
+    assert "kvwire-engine raised SystemExit(); the loop goes on" in caplog.text
+
+
+def test_work_on_its_loop_is_not_waited_for() -> None:
+    with engines() as e:
+        begun, may_end = threading.Event(), threading.Event()
+
+        async def work() -> str:
+            begun.set()
+            await asyncio.to_thread(may_end.wait, PATIENCE_S)
+            return e.p.communicator.name
+
+        name = e.p.start(work())
+        assert begun.wait(PATIENCE_S)
+        assert not name.done()
+        may_end.set()
+        assert name.result(PATIENCE_S) == "prefill"
+
+
+@pytest.mark.parametrize("verb", ["run", "start"])
+def test_work_that_is_no_coroutine_is_named(verb: str) -> None:
+    with (
+        kvwire.Engine() as engine,
+        pytest.raises(kvwire.UsageError, match=f"{verb}: pass a coroutine.*not an int"),
+    ):
+        getattr(engine, verb)(5)
+
+
+def test_no_work_for_a_closed_engine() -> None:
+    async def work() -> None:
+        raise AssertionError
+
+    with kvwire.Engine() as engine:
+        pass
+    for verb in (engine.run, engine.start):
+        with pytest.raises(kvwire.ClosedOK):
+            verb(work())
+
+
+@pytest.mark.parametrize("verb", ["send", "recv", "get"])
+def test_an_interrupted_coroutine_may_wait_for_its_memory(verb: str) -> None:
+    """Cancelled, it cancels its request; the interrupt arrives once all has ended."""
+    free: list[str] = []
+
+    with engines() as e:
+        window = e.p.expose("kv", e.source.cache)
+        remote = e.c.run(e.asking.window("kv"))
+        ticket = window.offer([3])
+
+        async def careful() -> None:
+            verbs: dict[str, Callable[[], kvwire.Request[Any]]] = {
+                "send": lambda: e.asking.send(1, bytes(5_000_000)),
+                "recv": lambda: e.asking.recv(1, bytearray(8)),
+                "get": lambda: remote.get(ticket, e.target.cache, [0]),
+            }
+            request = verbs[verb]()
+            interrupt()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                request.cancel()
+                await request.released()
+                free.append(verb)
+
+        with interrupts() as interrupt, pytest.raises(KeyboardInterrupt):
+            e.c.run(careful())
+        assert free == [verb]
+
+
 # --- the end --------------------------------------------------------------------------
 
 
@@ -237,7 +415,7 @@ def test_close_wakes_everybody_with_an_outcome() -> None:
         outcomes = [pool.submit(end.wait) for end in (out, inc, inc)]
         drains = [pool.submit(end.wait_drained) for end in (out, inc)]
         layer = pool.submit(inc.wait_layer, 1)
-        accept = pool.submit(e.c.accept)
+        accept = pool.submit(e.c.run, e.c.communicator.accept())
         e.c.close()
         for outcome in outcomes:
             assert not outcome.result(PATIENCE_S).complete
@@ -270,7 +448,7 @@ def test_a_block_left_by_an_exception_does_not_wait() -> None:
     with kvwire.Engine() as p:
         address = p.listen("127.0.0.1:0")
         with pytest.raises(ZeroDivisionError), kvwire.Engine() as c:  # noqa: PT012
-            inc = c.connect(address).pull("t", Memory().cache, EVERY)
+            inc = c.pull(c.connect(address), "t", Memory().cache, EVERY)
             raise ZeroDivisionError
         assert not inc.wait().complete
 
@@ -316,45 +494,11 @@ def test_an_idle_engine_costs_nothing() -> None:
         assert time.process_time() - before_s < 0.1
 
 
-def test_work_on_its_loop_is_not_waited_for() -> None:
-    with engines() as e:
-        begun, may_end = threading.Event(), threading.Event()
-
-        async def work(communicator: kvwire.Communicator) -> str:
-            begun.set()
-            await asyncio.to_thread(may_end.wait, PATIENCE_S)
-            return communicator.name
-
-        name = e.p.start(work)
-        assert begun.wait(PATIENCE_S)
-        assert not name.done()
-        may_end.set()
-        assert name.result(PATIENCE_S) == "prefill"
-
-
-def test_work_that_is_no_coroutine_is_named() -> None:
-    with (
-        engines() as e,
-        pytest.raises(kvwire.UsageError, match=r"start: pass a coroutine.*not an int"),
-    ):
-        e.p.start(lambda _: 5)  # type: ignore[arg-type, return-value]
-
-
-def test_no_work_for_a_closed_engine() -> None:
-    async def work(communicator: kvwire.Communicator) -> None:
-        raise AssertionError(communicator)
-
-    with kvwire.Engine() as engine:
-        pass
-    with pytest.raises(kvwire.ClosedOK):
-        engine.start(work)
-
-
 def test_blocks_of_a_growing_transfer_are_named_from_any_thread() -> None:
     with engines() as e:
         tokens = len(EVERY) * e.source.cache.spec.block_tokens
         out = e.p.publish("t", e.source.cache, EVERY[:1], tokens=tokens, growing=True)
-        inc = e.asking.pull("t", e.target.cache, EVERY, tokens=tokens)
+        inc = e.c.pull(e.asking, "t", e.target.cache, EVERY, tokens=tokens)
         out.ready(blocks=0)
         out.extend(EVERY[1:])
         out.ready(blocks=slice(1, len(EVERY)))
@@ -365,14 +509,14 @@ def test_blocks_of_a_growing_transfer_are_named_from_any_thread() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds threads")
 def test_its_thread_runs_on_the_cpus_it_is_given() -> None:
-    async def allowed(_: kvwire.Communicator) -> set[int]:
+    async def allowed() -> set[int]:
         return os.sched_getaffinity(0)
 
     mine = os.sched_getaffinity(0)
     with kvwire.Engine(io_cpus=[max(mine)]) as engine:
-        assert engine.start(allowed).result(PATIENCE_S) == {max(mine)}
+        assert engine.run(allowed()) == {max(mine)}
     with kvwire.Engine() as engine:
-        assert engine.start(allowed).result(PATIENCE_S) == mine
+        assert engine.run(allowed()) == mine
     assert os.sched_getaffinity(0) == mine
 
 
@@ -393,45 +537,34 @@ def test_blocks_of_a_window(scheme: str) -> None:
     with engines(scheme) as e:
         window = e.p.expose("kv", e.source.cache)
         ticket = window.offer([3, 1])
-        remote = e.asking.window("kv")
-        outcome = remote.get(ticket, e.target.cache, [0, 1])
-        assert outcome.complete
+        remote = e.c.run(e.asking.window("kv"))
+
+        async def read(blocks: list[int]) -> kvwire.Outcome:
+            return await remote.get(ticket, e.target.cache, blocks)
+
+        assert e.c.run(read([0, 1])).complete
         assert same(e.source, [3, 1], e.target, [0, 1])
         window.withdraw([1])
-        again = remote.get(ticket, e.target.cache, [2, 3], timeout=PATIENCE_S)
+        again = e.c.run(read([2, 3]), timeout_s=PATIENCE_S)
         assert sorted(again.landed) == [("kv", 2)]
         assert sorted(again.missing) == [("kv", 3)]
-        remote.close()
-        window.close()
-
-
-def test_a_window_of_a_peer_that_is_dialled_again() -> None:
-    """By its address; a get after the end of the connection opens it anew."""
-    with kvwire.Engine(name="prefill") as p, kvwire.Engine(name="decode") as c:
-        source = Memory()
-        source.stamp(EVERY)
-        target = Memory()
-        window = p.expose("kv", source.cache)
-        remote = c.peer(str(p.listen(anywhere("tcp")))).window("kv")
-        assert remote.get(window.offer([3]), target.cache, [0]).complete
-        p.accept(PATIENCE_S).abort("to see")
-        outcome = remote.get(window.offer([1]), target.cache, [1])
-        while "gone" in "".join(outcome.missing.reasons):  # it had not heard of it yet
-            outcome = remote.get(window.offer([1]), target.cache, [1])
-        assert outcome.complete
-        assert same(source, [3, 1], target, [0, 1])
+        e.c.run(remote.close())
+        e.p.run(window.close())
 
 
 def test_a_window_from_many_threads() -> None:
     """Offers, withdrawals and gets at once: each get has what its ticket named."""
     with engines() as e:
         window = e.p.expose("kv", e.source.cache)
-        remote = e.asking.window("kv")
+        remote = e.c.run(e.asking.window("kv"))
+
+        async def read(ticket: bytes, target: Memory) -> kvwire.Outcome:
+            return await remote.get(ticket, target.cache, [0])
 
         def turn(block: int) -> bool:
             for _ in range(20):
                 target = Memory()
-                outcome = remote.get(window.offer([block]), target.cache, [0])
+                outcome = e.c.run(read(window.offer([block]), target))
                 if not (outcome.complete and same(e.source, [block], target, [0])):
                     return False
                 window.withdraw([block])
@@ -441,162 +574,18 @@ def test_a_window_from_many_threads() -> None:
             assert all(threads.map(turn, range(4)))
 
 
-# --- messages and memory --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_messages_between_threads(scheme: str) -> None:
-    """Of any size; a receive that gives up takes no message."""
-    with engines(scheme) as e, ThreadPoolExecutor(1) as pool:
-        for nbytes in (0, 5, 5_000_000):
-            sent = pool.submit(e.asking.send, 7, bytes(nbytes))
-            into = bytearray(nbytes)
-            assert e.offering.recv(7, into, timeout=PATIENCE_S) == nbytes
-            assert sent.result(PATIENCE_S) == nbytes
-        with pytest.raises(kvwire.DeadlineExceeded):
-            e.offering.recv(8, timeout=0.01)
-        assert e.asking.send(8, b"late") == 4
-        assert e.offering.recv(8, timeout=PATIENCE_S) == b"late"
-        assert e.asking.send(9, b"unwanted") == 8
-        e.asking.send(8, b"behind it")
-        e.offering.recv(8)
-        assert e.offering.unreceived == {9: 1}
-        assert e.offering.discard(9) == 1
-        with pytest.raises(kvwire.UsageError, match="tag"):
-            e.asking.send(-1, b"")
-
-
-def test_a_message_from_a_device_waits_for_the_calling_thread(
-    device: SimulatedDevice,
-) -> None:
-    """For what its own stream has queued, and not for that of the engine's thread."""
-    stream, gate = device.stream(), threading.Event()
-    device.set_current(stream)
-    written = np.arange(64, dtype=np.uint8)
-    array = device.array(np.zeros(64, np.uint8))
-    with engines() as e, ThreadPoolExecutor(1) as pool:
-        stream.call(lambda: void(gate.wait()))
-        stream.call(lambda: array.write(written))
-        received = pool.submit(e.offering.recv, 1, timeout=PATIENCE_S)
-        with pytest.raises(kvwire.DeadlineExceeded):
-            e.asking.send(2, array, timeout=0.05)
-        gate.set()
-        assert e.asking.send(1, array, timeout=PATIENCE_S) == 64
-        assert received.result(PATIENCE_S) == written.tobytes()
-    stream.close()
-
-
-def void(_: object) -> None:
-    """For work whose result nobody wants."""
-
-
-def test_memory_that_a_peer_may_reach() -> None:
-    with engines() as e:
-        lent = bytearray(b"computed")
-        into = bytearray(8)
-        with e.p.register(lent, "readwrite") as region:
-            assert len(region) == 8
-            assert region.access == kvwire.Access.READ | kvwire.Access.WRITE
-            grant = region.grant(e.offering)
-            assert e.asking.get(grant, into, timeout=PATIENCE_S) == 8
-            assert into == lent
-            assert e.asking.put(b"abc", grant[:3], timeout=PATIENCE_S) == 3
-            assert lent == b"abcputed"
-            region.revoke()
-            with pytest.raises(kvwire.StaleRegion):
-                e.asking.get(grant, into)
-            with pytest.raises(kvwire.UsageError, match="connection of this engine"):
-                region.grant(e.c)  # type: ignore[arg-type]
-        with pytest.raises(kvwire.UsageError, match="closed"):
-            region.grant(e.offering)
-
-
-@pytest.mark.parametrize("verb", ["send", "recv", "put", "get", "read"])
-def test_memory_of_an_interrupted_call_is_free(
-    verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long a transport needs for it: then the interrupt arrives."""
-    awaiting = kvwire.Request.__await__
-    releasing = kvwire.Request.released
-    free: list[bool] = []
-
-    def awaited(self: kvwire.Request[Any]) -> Generator[Any, Any, Any]:
-        interrupt()
-        return (yield from awaiting(self))
-
-    async def released(self: kvwire.Request[Any]) -> None:
-        await releasing(self)
-        for _ in range(1000):
-            await asyncio.sleep(0)
-        free.append(self.done())
-
-    with engines() as e, e.p.register(bytearray(8), "readwrite") as region:
-        grant = region.grant(e.offering)
-        memory = bytearray(8)
-        window = e.p.expose("kv", e.source.cache)
-        ticket = window.offer([3])
-        remote = e.asking.window("kv")
-        calls: dict[str, Callable[[], object]] = {
-            "send": lambda: e.asking.send(1, memory),
-            "recv": lambda: e.asking.recv(1, memory),
-            "put": lambda: e.asking.put(memory, grant),
-            "get": lambda: e.asking.get(grant, memory),
-            "read": lambda: remote.get(ticket, e.target.cache, [0]),
-        }
-        with interrupts() as interrupt, monkeypatch.context() as patch:
-            patch.setattr(kvwire.Request, "__await__", awaited)
-            patch.setattr(kvwire.Request, "released", released)
-            with pytest.raises(KeyboardInterrupt):
-                calls[verb]()
-            assert free == [True]
+# --- blocks ---------------------------------------------------------------------------
 
 
 def test_a_block_keeps_its_error_if_the_engine_is_closed() -> None:
     """And ends without one if it has none."""
     with engines() as e:
-        window = e.c.expose("kv", e.target.cache)
-        region = e.c.register(bytearray(8))
-        remote = e.asking.window(e.p.expose("kv", e.source.cache).name)
-        peer = e.c.peer("tcp://127.0.0.1:1")
         _, inc = e.begin("t")
         e.c.close()
-        for one in (e.asking, peer, window, region, remote, inc):
-            with pytest.raises(ZeroDivisionError), one:
-                raise ZeroDivisionError
-            with one:
-                assert e.c.closed
-
-
-def test_a_peer_is_dialled_when_it_is_used(tmp_path: Path) -> None:
-    """By its address, or by what a directory knows of it."""
-    where = f"file:{tmp_path}"
-    with ExitStack() as stack:
-        p = stack.enter_context(kvwire.Engine(name="prefill", directory=where))
-        c = stack.enter_context(kvwire.Engine(name="decode", directory=where))
-        p.listen(anywhere("tcp"))
-        p.announce(role="prefill")
-        peer = c.peer("role=prefill")
-        assert peer.where == "role=prefill"
-        assert "not connected" in repr(peer)
-        assert peer.send(1, b"hello") == 5
-        with p.accept(PATIENCE_S) as accepted:
-            assert accepted.recv(1, timeout=PATIENCE_S) == b"hello"
-            assert peer.connect().peer.name == "prefill"
-            assert peer.connection is not None
-            assert [record.name for record in c.members("role=prefill")] == ["prefill"]
-        assert accepted.closed
-        p.withdraw()
-        peer.close()
-
-
-def test_a_block_left_by_an_exception_aborts_its_connection() -> None:
-    with engines() as e:
-        with pytest.raises(ZeroDivisionError), e.asking:
+        with pytest.raises(ZeroDivisionError), inc:
             raise ZeroDivisionError
-        assert e.asking.closed
-        e.asking.wait_closed(PATIENCE_S)
-        with pytest.raises(kvwire.ConnectionClosed):
-            e.offering.recv(1, timeout=PATIENCE_S)
+        with inc:
+            assert e.c.communicator.closed
 
 
 def test_blocks_of_transfers() -> None:
@@ -625,9 +614,13 @@ def test_blocks_of_transfers() -> None:
 
 def test_an_engine_that_is_aborted_says_so() -> None:
     with engines() as e:
-        assert e.p.name == e.p.config.name == "prefill"
+        assert e.p.communicator.name == "prefill"
         e.c.abort()
+
+        async def receive() -> None:
+            await e.offering.recv(1)
+
         with pytest.raises(kvwire.ConnectionClosed):
-            e.offering.recv(1, timeout=PATIENCE_S)
-        assert not e.p.closed
-    assert e.p.closed
+            e.p.run(receive(), timeout_s=PATIENCE_S)
+        assert not e.p.communicator.closed
+    assert e.p.communicator.closed

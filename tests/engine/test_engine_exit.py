@@ -30,7 +30,7 @@ source, target = Memory(), Memory()
 p, c = kvwire.Engine(name="p"), kvwire.Engine(name="c")
 asking = c.connect(p.listen("127.0.0.1:0"))
 out = p.publish("t", source.cache, every)
-inc = asking.pull("t", target.cache, every)
+inc = c.pull(asking, "t", target.cache, every)
 out.ready(layers=0)
 inc.wait_layer(0, 10)
 """
@@ -86,13 +86,14 @@ def test_exit_while_threads_wait() -> None:
                 pass
 
         waits = [
-            inc.wait, lambda: inc.wait_layer(1), inc.wait_drained, out.wait, p.accept,
+            inc.wait, lambda: inc.wait_layer(1), inc.wait_drained, out.wait,
+            lambda: p.run(p.communicator.accept()),
             lambda: c.connect("127.0.0.1:%d" % mute.getsockname()[1]),
-            asking.close, c.close,
+            lambda: c.run(asking.close()), c.close,
         ]
         # Of a pool too, which concurrent.futures ends at the exit.
         pool = ThreadPoolExecutor(2)
-        pool.submit(until_it_ends, waits[0]), pool.submit(until_it_ends, p.accept)
+        pool.submit(until_it_ends, waits[0]), pool.submit(until_it_ends, waits[4])
         for wait in waits:
             threading.Thread(target=until_it_ends, args=[wait]).start()
         print("last line")
@@ -152,18 +153,19 @@ def test_a_fork_cannot_use_it_and_can_make_its_own() -> None:
         child = os.fork()
         if not child:
             calls = [
-                p.accept, inc.wait, inc.wait_drained, lambda: inc.wait_layer(1),
+                inc.wait, inc.wait_drained, lambda: inc.wait_layer(1),
                 lambda: out.ready(layers=1), out.finish, out.abort, inc.abort,
-                asking.close, asking.abort, lambda: p.listen("127.0.0.1:0"),
+                asking.abort, lambda: p.listen("127.0.0.1:0"),
+                lambda: c.run(asking.close()),
                 lambda: p.publish("u", source.cache, every),
-                lambda: asking.pull("u", target.cache, every),
+                lambda: c.pull(asking, "u", target.cache, every),
             ]
             print([refused(call) for call in calls] == [True] * len(calls))
             p.close()
             with kvwire.Engine(name="p2") as p2, kvwire.Engine(name="c2") as c2:
                 own = p2.publish("t", source.cache, every)
-                got = c2.connect(p2.listen("127.0.0.1:0")).pull(
-                    "t", target.cache, every
+                got = c2.pull(
+                    c2.connect(p2.listen("127.0.0.1:0")), "t", target.cache, every
                 )
                 own.ready()
                 own.finish()

@@ -16,7 +16,7 @@ import pytest
 
 import kvwire
 from kvwire.engine import io_thread
-from kvwire.engine.io_thread import IOThread
+from kvwire.engine.io_thread import IOThread, called
 from tests.support.interrupts import interrupts
 
 
@@ -44,7 +44,7 @@ async def _for_ever() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names are read from /proc")
 def test_the_kernel_knows_its_name(thread: IOThread) -> None:
-    tid = thread.run(threading.get_native_id)
+    tid = thread.run(called(threading.get_native_id))
     assert Path(f"/proc/self/task/{tid}/comm").read_text() == "test-io\n"
 
 
@@ -58,7 +58,7 @@ def test_an_error_passes_through(thread: IOThread, error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
-        thread.call(fail(), timeout=10)
+        thread.run(fail(), 10)
     assert caught.value.args == error.args
 
 
@@ -72,8 +72,8 @@ def test_a_call_that_takes_too_long_is_cancelled(thread: IOThread) -> None:
             cancelled.set()
 
     with pytest.raises(TimeoutError, match=r"not done within 0\.01 s"):
-        thread.call(work(), timeout=0.01)
-    assert cancelled.wait(10)
+        thread.run(work(), 0.01)
+    assert cancelled.is_set()
 
 
 def test_an_interrupted_call_has_ended(thread: IOThread) -> None:
@@ -91,9 +91,9 @@ def test_an_interrupted_call_has_ended(thread: IOThread) -> None:
 
     with interrupts() as interrupt:
         with pytest.raises(KeyboardInterrupt):
-            thread.call(work())
+            thread.run(work())
         assert ended.is_set()
-    assert thread.call(_three()) == 3
+    assert thread.run(_three()) == 3
 
 
 def test_a_second_interrupt_does_not_wait_for_the_end(
@@ -116,7 +116,7 @@ def test_a_second_interrupt_does_not_wait_for_the_end(
     with interrupts() as interrupt:
         monkeypatch.setattr(concurrent.futures, "wait", second)
         with pytest.raises(KeyboardInterrupt):
-            thread.call(work())
+            thread.run(work())
         assert not ended.is_set()
     thread.post(go_on.set)
     assert ended.wait(10)
@@ -126,13 +126,13 @@ def test_its_own_thread_cannot_wait_for_it(thread: IOThread) -> None:
     """It would wait for itself for ever."""
 
     async def call_back() -> None:
-        thread.call(_three())
+        thread.run(_three())
 
     with pytest.raises(kvwire.UsageError, match="own thread"):
-        thread.call(call_back())
+        thread.run(call_back())
     with pytest.raises(kvwire.UsageError, match="own thread"):
-        thread.run(thread.close)
-    assert thread.call(_three()) == 3
+        thread.run(called(thread.close))
+    assert thread.run(_three()) == 3
 
 
 def test_what_ends_it_runs_first_and_can_be_called_meanwhile() -> None:
@@ -150,7 +150,7 @@ def test_what_ends_it_runs_first_and_can_be_called_meanwhile() -> None:
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(thread.close)
         assert ending.wait(10)
-        assert thread.call(_three()) == 3
+        assert thread.run(_three()) == 3
         thread.post(go_on.set)
         closing.result(10)
     assert steps == ["end"]
@@ -168,7 +168,7 @@ def test_a_call_that_never_ends_is_told_of_the_close(
         await _for_ever()
 
     with ThreadPoolExecutor(1) as pool:
-        waiting: Future[None] = pool.submit(thread.call, wait())
+        waiting: Future[None] = pool.submit(thread.run, wait())
         assert began.wait(10)
         thread.close()
         with pytest.raises(kvwire.ClosedOK):
@@ -277,7 +277,7 @@ def test_calls_that_race_with_the_close_end_one_way_or_the_other() -> None:
 def _call_until_closed(thread: IOThread) -> Exception:
     while True:
         try:
-            assert thread.call(_three()) == 3
+            assert thread.run(_three()) == 3
         except kvwire.ClosedOK as exc:
             return exc
 
@@ -327,7 +327,7 @@ def test_no_loop_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_can_begin_to_close_from_anywhere(thread: IOThread) -> None:
     """Also from its own thread, where the garbage collector may run."""
-    assert thread.run(thread.begin_close)
+    assert thread.run(called(thread.begin_close))
     assert not thread.begin_close()
     thread.close()
     gc.collect()

@@ -66,10 +66,10 @@ async def test_the_context_of_another_thread_comes_along() -> None:
     traces = Traces()
     with kvwire.Engine() as engine:
 
-        async def traced(communicator: kvwire.Communicator) -> TransferTracer:
-            return TransferTracer(communicator, traces.provider)
+        async def traced() -> TransferTracer:
+            return TransferTracer(engine.communicator, traces.provider)
 
-        engine.start(traced).result(10)
+        engine.run(traced())
         with traces.provider.get_tracer("server").start_as_current_span("r") as request:
             out = engine.publish(b"\x00\xff", Memory().cache, [0])
         out.abort("not wanted")

@@ -10,6 +10,7 @@ import pytest
 
 import kvwire
 from kvwire import ConnectionSnapshot, Snapshot, StoreSnapshot, TransferSnapshot
+from kvwire.engine.io_thread import called
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.observe.inspect_page import InspectPage
 from kvwire.observe.view import (
@@ -30,7 +31,7 @@ HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
 @pytest.fixture(scope="module")
 def idle() -> Snapshot:
     with kvwire.Engine(name="prefill-0") as engine:
-        return engine.snapshot()
+        return engine.run(called(engine.communicator.snapshot))
 
 
 def transfer(number: int, **fields: object) -> TransferSnapshot:
@@ -120,10 +121,17 @@ def test_a_consumer_shows_why_its_producer_does_not_go_on() -> None:
     ):
         connection = here.connect(there.listen("127.0.0.1:0"))
         out = there.publish("request-7", Memory().cache, [0])
-        inc = connection.pull("request-7", Memory().cache, [1])
+        inc = here.pull(connection, "request-7", Memory().cache, [1])
         out.ready(layers=0)
         inc.wait_layer(0, timeout=10)
-        view = process_view([there.snapshot(), here.snapshot()], [], [])
+        view = process_view(
+            [
+                there.run(called(there.communicator.snapshot)),
+                here.run(called(here.communicator.snapshot)),
+            ],
+            [],
+            [],
+        )
         out.abort()
         out.wait(10)
         inc.wait(10)

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 
 import kvwire
+from kvwire.engine.io_thread import called
 from tests.scenarios.world import World, scenario
 from tests.support import inside
 from tests.support.caches import SPEC, Memory, same
@@ -100,12 +101,12 @@ def test_r30_a_failure_wakes_a_thread_that_waits() -> None:
     ):
         target = Memory()
         connection = d.connect(p.listen("127.0.0.1:0"))
-        accepted = p.accept(timeout=5)
-        inc = connection.pull("t", target.cache, [1])
+        accepted = p.run(p.communicator.accept(), timeout_s=5)
+        inc = d.pull(connection, "t", target.cache, [1])
         found: list[kvwire.Outcome] = []
         thread = threading.Thread(target=lambda: found.append(inc.wait()))
         thread.start()
-        accepted.abort("killed")
+        p.run(called(accepted.abort))
         thread.join(5)
         assert [outcome.complete for outcome in found] == [False]
 

@@ -73,7 +73,7 @@ class TensorExchange:
             self._engine.close()
             raise
         self.address: str = str(bound)  # for other processes
-        self._serving = self._engine.start(self._serve)
+        self._serving = self._engine.start(self._serve(self._engine.communicator))
 
     # --- the owner's side -------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class TensorExchange:
         Gets that are still running at other processes fail.
         """
 
-        async def end(_: kvwire.Communicator) -> None:
+        async def end() -> None:
             # On the loop, so that no question can be between finding the offer and
             # granting it.
             offer = self._offers.pop(name, None)
@@ -98,7 +98,7 @@ class TensorExchange:
                 await offer.region.close()
 
         if name in self._offers:
-            self._engine.start(end).result()
+            self._engine.run(end())
 
     async def _serve(self, comm: kvwire.Communicator) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -148,16 +148,18 @@ class TensorExchange:
             :meth:`abort`; cancelling the future would not wait for the memory.
         """
         pieces = [one for one in into if one.size]
-        return self._engine.start(lambda comm: self._fetch(comm, address, name, pieces))
+        return self._engine.start(
+            self._fetch(self._engine.communicator, address, name, pieces)
+        )
 
     def abort(self, name: str) -> None:
         """Abort all fetches under a name; their futures end with FetchAborted."""
 
-        async def end(_: kvwire.Communicator) -> None:
+        async def end() -> None:
             for task in self._fetching.get(name, ()):
                 task.cancel()
 
-        self._engine.start(end).result()
+        self._engine.run(end())
 
     async def _fetch(
         self,

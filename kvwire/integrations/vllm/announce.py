@@ -77,7 +77,7 @@ class Announcer:
 
     def start(self, engine: Engine, address: str, cache: PagedCache) -> None:
         """Begin to announce."""
-        self._keeping = engine.start(lambda one: self._keep(one, address, cache))
+        self._keeping = engine.start(self._keep(engine.communicator, address, cache))
 
     def close(self) -> None:
         """Stop announcing changes; closing the engine withdraws the record."""

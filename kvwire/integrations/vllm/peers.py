@@ -94,7 +94,7 @@ class PromptEnd(Generic[P]):
             self.reason = reason
             begun = self._begun
         if begun:
-            self._engine.start(self._abort)
+            self._engine.start(self._abort())
         return begun
 
     def _follow(self, prompt: PromptTransfer) -> None:
@@ -108,6 +108,6 @@ class PromptEnd(Generic[P]):
                 return  # a broken tracer must not cost a transfer
             follow(prompt.traceparent)
 
-    async def _abort(self, communicator: Communicator) -> None:
+    async def _abort(self) -> None:
         for part in self._parts:
             part.abort(self.reason or "not wanted any more")

@@ -85,7 +85,9 @@ class PromptReceive(PromptEnd[Incoming]):
         # Its reads from prefill's windows, if it has a ticket.
         self._reads: list[Request[Outcome]] = []
         # Resolves when kvwire no longer touches the blocks; never fails.
-        self.done: concurrent.futures.Future[ReceiveResult] = engine.start(self._run)
+        self.done: concurrent.futures.Future[ReceiveResult] = engine.start(
+            self._run(engine.communicator)
+        )
 
     # --- on the loop ------------------------------------------------------------------
 
@@ -111,7 +113,7 @@ class PromptReceive(PromptEnd[Incoming]):
             self._parts = parts
             self._begun = True
         if self.reason or load.declined:
-            await self._abort(communicator)
+            await self._abort()
         impatience = asyncio.get_running_loop().call_later(
             _PUBLISHED_WITHIN_S, self._end_unmet
         )
@@ -258,10 +260,10 @@ class PromptReceive(PromptEnd[Incoming]):
                 window.get(ticket, into=self._cache, blocks=own, deadline=within)
             )
 
-    async def _abort(self, communicator: Communicator) -> None:
+    async def _abort(self) -> None:
         for read in self._reads:
             read.cancel()
-        await super()._abort(communicator)
+        await super()._abort()
 
     async def _begin(self, communicator: Communicator, parts: list[Incoming]) -> None:
         load = self.load

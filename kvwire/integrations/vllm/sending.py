@@ -57,7 +57,9 @@ class PromptSend(PromptEnd[Outgoing]):
         self._early: list[Callable[[Outgoing], None]] | None = []
         # Resolves once kvwire no longer touches the blocks, with the number of bytes
         # sent; never fails.
-        self.done: concurrent.futures.Future[list[int]] = engine.start(self._run)
+        self.done: concurrent.futures.Future[list[int]] = engine.start(
+            self._run(engine.communicator)
+        )
 
     def extend(self, blocks: Blocks) -> None:
         """Add new blocks of the prompt; from any thread, without waiting."""
@@ -77,7 +79,7 @@ class PromptSend(PromptEnd[Outgoing]):
 
     def renew(self) -> None:
         """Renew the lease while prefill continues."""
-        self._engine.start(self._renew)
+        self._engine.start(self._renew())
 
     # --- on the loop ------------------------------------------------------------------
 
@@ -101,7 +103,7 @@ class PromptSend(PromptEnd[Outgoing]):
         if self.reason:
             # It began only to report the abort, in the same turn, so no block was
             # touched.
-            await self._abort(communicator)
+            await self._abort()
         outcome = await out
         await out.drained()
         return [outcome.nbytes]
@@ -113,7 +115,7 @@ class PromptSend(PromptEnd[Outgoing]):
         options["consumers"] = len(route.peers)
         return communicator.publish(route.id, self._cache, send.blocks, **options)
 
-    async def _renew(self, communicator: Communicator) -> None:
+    async def _renew(self) -> None:
         for out in self._parts:
             out.renew_lease()
 

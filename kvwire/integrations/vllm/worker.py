@@ -82,7 +82,7 @@ class WorkerSide:
         )
         if settings.advertise:
             address = Address.parse(self.address)
-            self._engine.start(lambda _: warn_of_unknown_name(address))
+            self._engine.start(warn_of_unknown_name(address))
         # Set when vLLM registers its caches.
         self._caches: LayerCaches
         self._tensors: list[Any] = []  # one per layer, indexed by block
@@ -122,9 +122,9 @@ class WorkerSide:
         if not any(shape.state for shape in self._shapes):
             self._tensors = [tensors[name] for name in caches.layers]
         if caches.cache.device is None and not self._settings.codec:
-            self._window = self._engine.start(self._expose).result()
+            self._window = self._engine.expose(WINDOW, self._caches.cache)
             self.serial = self._window.serial
-            self._engine.start(self._offers.serve)
+            self._engine.start(self._offers.serve(self._engine.communicator))
         groups = caches.cache.groups.items()
         self._specs = {name: group.spec for name, group in groups}
         # The spec with the most heads, and the stage, determine which ranks exchange
@@ -145,10 +145,10 @@ class WorkerSide:
             TransferTracer,
         )
 
-        async def begin(communicator: Communicator) -> None:
-            TransferTracer(communicator, provider)
+        async def begin() -> None:
+            TransferTracer(self._engine.communicator, provider)
 
-        self._engine.start(begin).result()
+        self._engine.run(begin())
 
     def fence(self, step: WorkerStep) -> None:
         """Wait until no link can touch the blocks that a step may overwrite.
@@ -269,9 +269,6 @@ class WorkerSide:
             if self._device.failed and end.quarantined:
                 end.done.cancel()  # otherwise it would never complete
         self._engine.close()
-
-    async def _expose(self, communicator: Communicator) -> Window:
-        return communicator.expose(WINDOW, self._caches.cache)
 
     # --- sending ----------------------------------------------------------------------
 
@@ -406,7 +403,7 @@ class WorkerSide:
                 logger.warning(
                     "dropping all links: one of them does not release its blocks"
                 )
-                self._engine.start(_drop_links).result()
+                self._engine.run(_drop_links(self._engine.communicator))
                 dropped = True
 
     def _log_quarantined(self) -> None:

@@ -108,11 +108,11 @@ class Lookup:
     def _ask_all(self, question: bytes, timeout_s: float) -> Future[int]:
         """Look up in every rank; return the lowest answer, or 0 if one is missing."""
 
-        async def ask(communicator: Communicator) -> int:
+        async def ask() -> int:
             try:
                 async with asyncio.timeout(timeout_s):
                     there = self._addresses
-                    asked = (self._ask(communicator, one, question) for one in there)
+                    asked = (self._ask(one, question) for one in there)
                     return min(await asyncio.gather(*asked))
             except (KVWireError, TimeoutError, OSError) as exc:
                 logger.warning(
@@ -120,11 +120,10 @@ class Lookup:
                 )
                 return 0
 
-        return self._engine.start(ask)
+        return self._engine.start(ask())
 
-    async def _ask(
-        self, communicator: Communicator, address: str, question: bytes
-    ) -> int:
+    async def _ask(self, address: str, question: bytes) -> int:
+        communicator = self._engine.communicator
         connection = await self._peers.connection(communicator, address)
         tag = next(self._tags)
         await connection.send(

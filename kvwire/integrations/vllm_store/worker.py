@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvwire import Communicator, PagedCache
+from kvwire import PagedCache
 from kvwire.errors import KVWireError, error_text
 from kvwire.integrations.vllm.caches import CacheShape, layer_caches
 from kvwire.integrations.vllm.metrics import Observed
@@ -54,7 +54,7 @@ class StoreWorker:
         file.unlink(missing_ok=True)
         file.write_text(str(address))
         self._answers = self._engine.start(
-            lambda c: answer(c, self._match, self._forget)
+            answer(self._engine.communicator, self._match, self._forget)
         )
         self._cache: PagedCache | None = None
         self._step = StoreStep()
@@ -137,7 +137,7 @@ class StoreWorker:
         self._closed = True
         self._saves.close()
         self._file.unlink(missing_ok=True)
-        self._engine.start(lambda _: self._store.close()).result()
+        self._engine.run(self._store.close())
         self._engine.close()
 
     # --- inside -----------------------------------------------------------------------
@@ -175,7 +175,7 @@ class StoreWorker:
         assert self._cache is not None, "vLLM registers its caches first"
         cache = self._cache
 
-        async def run(_: Communicator) -> list[int]:
+        async def run() -> list[int]:
             request = None
             lost = list(wanted.ids)
             why = ""
@@ -202,7 +202,7 @@ class StoreWorker:
                 )
             return lost
 
-        return self._engine.start(run)
+        return self._engine.start(run())
 
     def _put(self, named: NamedBlocks) -> Saving:
         """Begin to save blocks, behind this thread's queued work."""
@@ -211,7 +211,7 @@ class StoreWorker:
         assert cache is not None, "vLLM registers its caches first"
         free: Future[None] = Future()
 
-        async def run(_: Communicator) -> list[int]:
+        async def run() -> list[int]:
             lacking = list(range(len(named.ids)))
             try:
                 ids = self._of_groups(named.ids)
@@ -237,4 +237,4 @@ class StoreWorker:
                     free.set_result(None)
             return lacking
 
-        return Saving(free, self._engine.start(run))
+        return Saving(free, self._engine.start(run()))

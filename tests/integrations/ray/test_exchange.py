@@ -123,11 +123,11 @@ def test_a_fetch_is_aborted_while_the_owner_says_nothing() -> None:
         address = str(silent.listen("127.0.0.1:0"))
         asked = threading.Event()
 
-        async def accept(comm: kvwire.Communicator) -> None:
-            await (await comm.accept()).recv(1)
+        async def accept() -> None:
+            await (await silent.communicator.accept()).recv(1)
             asked.set()
 
-        accepting = silent.start(accept)
+        accepting = silent.start(accept())
         fetched = wants.fetch(address, "a", empty_buffers())
         assert asked.wait(10)
         accepting.result(10)
@@ -162,13 +162,13 @@ def test_who_asks_otherwise_is_hung_up_on(
 ) -> None:
     raw = question if isinstance(question, bytes) else msgspec.msgpack.encode(question)
 
-    async def ask(comm: kvwire.Communicator) -> None:
-        connection = await comm.connect(pair[0].address)
+    async def ask() -> None:
+        connection = await odd.communicator.connect(pair[0].address)
         connection.send(1, raw)
         await connection.wait_closed()
 
     with closing(kvwire.Engine(name="odd")) as odd:
-        odd.start(ask).result(10)
+        odd.run(ask())
     pair[0].offer("a", random_buffers())
     into = empty_buffers()
     pair[1].fetch(pair[0].address, "a", into).result(10)

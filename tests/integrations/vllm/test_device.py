@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvwire import BackendUnavailable, Communicator, UsageError
+from kvwire import BackendUnavailable, UsageError
 from kvwire.integrations.vllm.metadata import WorkerStep
 from kvwire.integrations.vllm.sending import PromptSend
 from kvwire.limits import MIB
@@ -56,10 +56,10 @@ class Gpus:
         """Have the loop of its kvwire wait until this is set."""
         gate = self._gate()
 
-        async def stall(_: Communicator) -> None:
+        async def stall() -> None:
             gate.wait()
 
-        worker.side._engine.start(stall)
+        worker.side._engine.start(stall())
         return gate
 
     def _gate(self) -> threading.Event:
@@ -78,11 +78,7 @@ def let_run(*workers: Worker) -> None:
     """Give everything the time to happen that is going to happen by itself."""
     for _ in range(100):
         for worker in workers:
-            worker.side._engine.start(_turn).result()
-
-
-async def _turn(_: Communicator) -> None:
-    await asyncio.sleep(0)
+            worker.side._engine.run(asyncio.sleep(0))
 
 
 def void(_: object) -> None:
@@ -90,10 +86,13 @@ def void(_: object) -> None:
 
 
 def copying(worker: Worker) -> bool:
-    async def look(communicator: Communicator) -> bool:
-        return any(not inside.staging(c).quiet for c in communicator.live_connections)
+    engine = worker.side._engine
 
-    return worker.side._engine.start(look).result()
+    async def look() -> bool:
+        links = engine.communicator.live_connections
+        return any(not inside.staging(link).quiet for link in links)
+
+    return engine.run(look())
 
 
 def untouched(worker: Worker) -> bool:

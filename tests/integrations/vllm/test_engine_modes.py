@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvwire import Communicator, Config, Engine
+from kvwire import Config, Engine
 from kvwire.types import Address
 from tests.support.engines.models import make_adapter, make_model
 from tests.support.engines.pairs import Pair, pair_of, running
@@ -220,18 +220,18 @@ def slow_wires(pair: Pair, bytes_per_s: int) -> Iterator[tuple[str, str]]:
     toxics = [Bandwidth(way, bytes_per_s) for way in Direction]
     wires = AsyncExitStack()
 
-    async def begin(_: Communicator) -> list[str]:
+    async def begin() -> list[str]:
         proxies = [Proxy(Address.parse(one), *toxics) for one in (*there, *back)]
         for proxy in proxies:
             await wires.enter_async_context(proxy)
         return [str(proxy.address) for proxy in proxies]
 
     with Engine(Config()) as loop:
-        slow = loop.start(begin).result()
+        slow = loop.run(begin())
         try:
             yield ",".join(slow[: len(there)]), ",".join(slow[len(there) :])
         finally:
-            loop.start(lambda _: wires.aclose()).result()
+            loop.run(wires.aclose())
 
 
 def test_through_the_proxy(pair: Pair, tmp_path: Path) -> None:

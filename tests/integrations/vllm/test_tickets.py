@@ -143,7 +143,8 @@ def test_a_prompt_is_read(there: tuple[int, int], here: tuple[int, int]) -> None
     """Whatever the ranks and stages; nothing is published, and a message frees it."""
     with two(there, here) as (p, d):
         params = p.prefill()
-        assert not any(one.side._engine.snapshot().transfers for one in p.workers)
+        for one in p.workers:
+            assert not open_transfers(one)
         d.decode(params)
         assert d.arrives()
         assert d.errors() == set()
@@ -381,17 +382,25 @@ def test_what_is_published_as_before(why: str) -> None:
         engine.close()
 
 
+def open_transfers(worker: Any) -> int:
+    """How many transfers a worker's communicator has."""
+    engine = worker.side._engine
+    return int(engine.communicator.open_transfers)
+
+
 def test_a_message_that_is_none() -> None:
     """It is ignored, and the next one frees the prompt."""
     with two() as (p, d):
         params = p.prefill()
         (worker,) = d.workers
 
-        async def confuse(comm: Any) -> None:
-            link = await comm.connect(p.workers[0].side.address)
+        engine = worker.side._engine
+
+        async def confuse() -> None:
+            link = await engine.communicator.connect(p.workers[0].side.address)
             await link.send(tickets.RELEASE_TAG, b"\xc1")
 
-        worker.side._engine.start(confuse).result()
+        engine.run(confuse())
         d.decode(params)
         assert d.arrives()
         assert eventually(p.freed)

@@ -127,13 +127,8 @@ TOPICS: Final = (
         "[How to use an engine](../../howto/use-from-a-sync-engine.md).",
         (
             "kvwire.Engine",
-            "kvwire.EngineConnection",
-            "kvwire.EnginePeer",
             "kvwire.EngineOutgoing",
             "kvwire.EngineIncoming",
-            "kvwire.EngineRegion",
-            "kvwire.EngineWindow",
-            "kvwire.EngineRemoteWindow",
         ),
     ),
     Topic(

@@ -71,11 +71,11 @@ async def _send_after_close(t: Things) -> None:
 
 
 def _engine_inside() -> None:
-    async def inside(_: kvwire.Communicator) -> None:
+    async def inside() -> None:
         engine.connect("127.0.0.1:1")
 
     with kvwire.Engine() as engine:
-        engine.start(inside).result()
+        engine.run(inside())
 
 
 def _engine_closed() -> None:
