@@ -44,7 +44,7 @@ PACKAGE ?=
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake store-torture test-targets
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -171,11 +171,6 @@ test-ray: $(RAY_VENV)/.installed
 test-s3: $(STAMP) $(S3_VENV)/.installed
 	S3_SERVER=$(S3_VENV)/bin/moto_server \
 	  $(BIN)/python -m pytest tests/store/tiers/test_s3.py $(ARGS)
-
-# A store's engines, server and object server are killed 200 times, beside full disks and
-# clients that vanish: about half an hour on two cores. ARGS="--kills 20 --seed 7"
-store-torture: $(STAMP) $(S3_VENV)/.installed
-	S3_SERVER=$(S3_VENV)/bin/moto_server $(BIN)/python -m tests.programs.torture $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
 VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store \

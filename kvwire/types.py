@@ -16,7 +16,6 @@ from typing import (
     Final,
     Generic,
     Literal,
-    NamedTuple,
     NewType,
     NoReturn,
     SupportsIndex,
@@ -235,18 +234,6 @@ def check_file_name(text: str) -> None:
     except UnicodeEncodeError as exc:
         why = f"{exc.encoding} has no {exc.object[exc.start : exc.end]!r}"
     raise UsageError(f"path {text!r}: {why}; no file can have this name")
-
-
-class HttpClient(NamedTuple):
-    """The client of an HTTP request.
-
-    Attributes:
-        address: Its numeric address.
-        identity: The identity that its certificate proves; "" without an accepted one.
-    """
-
-    address: str
-    identity: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,16 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 import kvwire
-from kvwire import KVWireError, UsageError
-from kvwire.cli import store_verbs
-from kvwire.cli.store_verbs import ClientOptions
+from kvwire import Config, KVWireError, UsageError
 from kvwire.directory import Selector
 from kvwire.errors import without_password
 from kvwire.observe.view import TopTable, report_notes, report_tables, text_of
 from kvwire.store.limits import STORE_BERTH_BYTES
 from kvwire.store.server.client import ask_report, delete_all
 from kvwire.store.server.messages import StatsReport, TierRow
-from kvwire.store.server.orders import StoreOrders
 from kvwire.types import in_bytes, read_bytes
 
 app: App = App(name="store")
-store_verbs.add_to(app)
 
 
 @Parameter(name="*")
@@ -93,6 +89,28 @@ class AccessOptions:
         return settings
 
 
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions:
+    """Options of a client of a store server.
+
+    Attributes:
+        psk_file: The key that the server requires.
+        config: A kvwire.toml; KVWIRE_* environment variables also apply.
+    """
+
+    psk_file: Path | None = None
+    config: Path | None = None
+
+    @property
+    def settings(self) -> Config:
+        """The configuration of the client."""
+        key: dict[str, Any] = {}
+        if self.psk_file is not None:
+            key = {"trust": "psk", "psk_file": str(self.psk_file)}
+        return Config.load(self.config, **key)
+
+
 _ACCESS: Final = AccessOptions()
 _CLIENT: Final = ClientOptions()
 _ANNOUNCEMENT: Final = AnnounceOptions()
@@ -125,8 +143,7 @@ def serve(
         write: When a put is complete: "through": once a disk has it; "back": once
             memory has it.
         metrics: Serve HTTP on this address, such as 127.0.0.1:9400: /metrics
-            (Prometheus) and /health for anyone; /kv/pin and the other verbs, and the
-            page /top, for clients with a key. Needs the extra `metrics`.
+            (Prometheus) and /health. Needs the extra `metrics`.
         announcement: The directory in which clients find it.
     """
     settings = access.settings | announcement.settings
@@ -234,9 +251,7 @@ async def _serve(
                 from kvwire.observe.http import MetricsServer  # noqa: PLC0415 - an extra
 
                 monitored = stack.enter_context(
-                    MetricsServer(
-                        store, metrics, server.communicator, StoreOrders(server)
-                    )
+                    MetricsServer(store, metrics, server.communicator)
                 )
                 also = f"; metrics at {monitored.url}"
             shown = map(without_password, tiers)

@@ -18,7 +18,7 @@ from kvwire.observe.inspect import snapshots, sockets
 from kvwire.observe.listening import HttpReply
 from kvwire.observe.page import DATA, PAGE, page_data, page_file
 from kvwire.observe.view import RateMemory, process_view
-from kvwire.types import Address, HttpClient, is_loopback
+from kvwire.types import Address, is_loopback
 
 _KEY_BYTES = 32
 
@@ -51,9 +51,7 @@ class InspectPage:
             )
         return where
 
-    def get(
-        self, path: str, headers: Mapping[str, str], client: HttpClient
-    ) -> HttpReply:
+    def get(self, path: str, headers: Mapping[str, str]) -> HttpReply:
         """Return the answer to a GET."""
         if (file := page_file(path)) is not None:
             return HttpReply(HTTPStatus.OK, *file)

@@ -193,7 +193,7 @@ _TENANT_COUNTS: Final = {
 _TENANT_GAUGES: Final = {
     "used_bytes": "Bytes that a tenant uses in a tier",
     "quota_bytes": "Bytes that a tenant may use in a tier; 0: no limit",
-    "pinned_bytes": "Bytes that are pinned, or retained above priority 50",
+    "pinned_bytes": "Bytes that are pinned",
     "evicted_blocks": "Blocks of a tenant evicted from a tier since it was opened",
 }
 

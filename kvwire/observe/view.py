@@ -441,28 +441,6 @@ def report_notes(report: StatsReport) -> tuple[str, ...]:
     return tuple(map(printable, errors))
 
 
-def store_view(
-    report: StatsReport, found: Sequence[Snapshot], before: Sequence[Snapshot]
-) -> TopView:
-    """Return the view of a served store.
-
-    Args:
-        report: The server's numbers, as far as the reader may see them.
-        found: The server's process; empty for a tenant, who may not see it.
-        before: The same process a moment earlier, for rates.
-    """
-    processes = process_tables(found, before) if found else ()
-    notes = list(report_notes(report))
-    if report.dropped:
-        notes.append(
-            f"{report.dropped:,} clients were disconnected for breaking a rule"
-        )
-    name = report.name + (", read-only" if report.read_only else "")
-    # Waits come first, then the server's own numbers.
-    tables = (*processes[:1], *report_tables(report), *processes[1:])
-    return TopView(printable(name), tables, tuple(notes))
-
-
 def _tiers(report: StatsReport) -> TopTable:
     rows: list[Row] = []
     for tier in report.tiers:

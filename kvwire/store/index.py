@@ -23,11 +23,9 @@ however many blocks the tier holds.
 Each slot has the number of a tenant (:mod:`kvwire.store.tenants`). A tenant that has
 reached its quota evicts its own blocks. A block older than its tenant's time to live is
 deleted when it is looked up, or when room is needed. A *kept* slot has an additional
-pin, until it is unkept or deleted, or its time ends. A *retained* slot is in a queue of
-its own priority: within one size, all blocks of a lower priority are evicted first. One
-bound limits the blocks that a tenant keeps, or retains above the usual priority. A
-deleted slot has no name; if it is in use, it is *doomed*, and becomes free when its
-last user releases it.
+pin, until it is unkept or deleted, or its time ends. A bound limits the blocks that a
+tenant keeps. A deleted slot has no name; if it is in use, it is *doomed*, and becomes
+free when its last user releases it.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Final
 
 import numpy as np
@@ -46,15 +44,8 @@ import numpy.typing as npt
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.store.eviction import EVICTIONS, EvictionQueue, SlotState, each
 from kvwire.store.keys import NO_SLOT, IndexedSlots, Key, Keys, Orders, Times, as_keys
-from kvwire.store.placement import (
-    PRIORITY,
-    BlockState,
-    Placement,
-    Placing,
-    Verb,
-    VerbKind,
-)
-from kvwire.store.protections import KEPT, RETAINED, Protections
+from kvwire.store.pins import Pins
+from kvwire.store.placement import BlockState, Placement, Placing, Verb, VerbKind
 from kvwire.store.shared_index import SharedIndex
 from kvwire.store.tenants import Shares
 from kvwire.store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
@@ -68,10 +59,7 @@ _ALL: Final = slice(None)
 # A search takes tens of milliseconds on a disk of 100 GiB, and each put may need room.
 _LOOKS_APART_S: Final = 1.0
 
-# A lane is a tenant's number in the lower bits, and a priority in the upper ones.
-_OWNER_BITS: Final = 8
-_OWNERS: Final = (1 << _OWNER_BITS) - 1
-_BOUND: Final = "its tenant may pin and retain no more here"
+_BOUND: Final = "its tenant may pin no more here"
 
 # There are few block sizes, and it is called for each block.
 _size: Final = lru_cache(1024)(rounded)
@@ -85,7 +73,6 @@ class Index:
         evicted_blocks: Evicted blocks, by the number of their tenant.
         used_bytes: Bytes of the slots of each tenant.
         kept_bytes: Bytes of each tenant's kept slots.
-        retained_bytes: Bytes of each tenant's slots with a higher priority than usual.
         now: Returns the time in seconds, by which blocks expire.
         unnamed: Collects the slots that have lost their names; None to collect none.
         shared: Shows other processes on this host which slot has which block; None if
@@ -97,14 +84,12 @@ class Index:
         "_clock",
         "_doomed",
         "_kept",
-        "_lane",
         "_looked_at",
         "_newest",
         "_orders",
         "_owner",
-        "_protected",
+        "_pins",
         "_queues",
-        "_retained",
         "_slots",
         "_state",
         "_used_at",
@@ -112,7 +97,6 @@ class Index:
         "evicted_blocks",
         "kept_bytes",
         "now",
-        "retained_bytes",
         "shared",
         "shares",
         "slabs",
@@ -125,7 +109,6 @@ class Index:
         slabs: Slabs,
         evict: str = "lru",
         shares: Shares | None = None,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.slabs: Slabs = slabs
         self.shares: Shares = shares or Shares.of_all(len(slabs) * slabs.slab_bytes)
@@ -133,29 +116,27 @@ class Index:
         self.evicted_blocks: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.used_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.kept_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
-        self.retained_bytes: npt.NDArray[np.int64] = np.zeros(tenants, np.int64)
         self.unnamed: set[int] | None = None
         self.shared: SharedIndex | None = None
         self._slots: dict[Key, int] = {}
         self.counts_uses: bool = EVICTIONS[evict].counts
         self._state = SlotState(slabs.slots)
-        # By slot size, then by lane, which is a tenant's blocks of one priority.
+        # By slot size, then by tenant.
         new_queue = partial(EVICTIONS[evict], self._state)
         self._queues: defaultdict[int, defaultdict[int, EvictionQueue]] = defaultdict(
             partial(defaultdict, new_queue)
         )
         self._orders = np.zeros(slabs.slots, np.uint8)
         self._owner = np.zeros(slabs.slots, np.uint8)
-        self._lane = np.full(slabs.slots, PRIORITY << _OWNER_BITS, np.int32)
-        self._protected = Protections(slabs.slots)
-        self._kept, self._retained = self._protected.on
+        self._pins = Pins(slabs.slots)
+        self._kept = self._pins.on
         self._doomed = np.zeros(slabs.slots, np.bool_)
         # When each slot's block was put; 0 without a block.
         self._born = np.zeros(slabs.slots, np.float64)
         self._used_at = np.zeros(slabs.slots, np.int64)
         self._newest = np.zeros(len(slabs), np.int64)
         self._clock = 0
-        self.now: Callable[[], float] = clock
+        self.now: Callable[[], float] = time.time
         self._looked_at = 0.0
 
     def __len__(self) -> int:
@@ -224,7 +205,6 @@ class Index:
             return slots
         self._state.pins[slots] = 1
         self._owner[slots] = tenant
-        self._lane[slots] = tenant + (PRIORITY << _OWNER_BITS)
         self.used_bytes[tenant] += slots.size * size
         return slots
 
@@ -238,8 +218,6 @@ class Index:
         self._state.uses[slots] = 0
         self._born[slots] = 0.0
         self._doomed[slots] = False
-        if len(self._protected):
-            self._unretained(slots)
         self.slabs.give(slots)
 
     def mark(self, slots: Ids, orders: Orders | int) -> None:
@@ -276,7 +254,6 @@ class Index:
         """Name slots from an earlier run, of one size, most recently used first."""
         self._state.pins[slots] = 1
         self._owner[slots] = 0 if owners is None else owners
-        self._lane[slots] = self._lanes(slots, PRIORITY)
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         np.add.at(self.used_bytes, self._owner[slots], sizes)
         self.mark(slots, orders)
@@ -356,9 +333,7 @@ class Index:
         if left_bytes < size:
             return self._own_victims(size, count, tenant)
         count = min(count, left_bytes // size)
-        queues = self._queues[size]
-        only = len(queues) == 1  # they need not be this tenant's
-        queue = next(iter(queues.values())) if only else self._first(queues.items())
+        queue = self._first(self._queues[size].values())
         slab = self._older_slab(size, queue) if len(self._queues) > 1 else None
         if slab is not None:
             named = self._named_in(slab)
@@ -421,8 +396,6 @@ class Index:
         mine = gone[:count]
         self._state.uses[mine] = 0
         self._born[mine] = 0.0
-        if len(self._protected):
-            self._unretained(mine)
         if gone.size > count:
             self.give_back(gone[count:])
         elif mine.size < count:
@@ -497,44 +470,14 @@ class Index:
         sizes = self.slabs.slot_bytes[slots[some] // self.slabs.stride]
         np.add.at(self.kept_bytes, self._owner[slots[some]], sizes)
         kept[some] = True
-        self._protected.begin(KEPT, keys[kept], slots[kept], until)
+        self._pins.begin(keys[kept], slots[kept], until)
         self.pin(keys[some], slots[some])
         return kept
 
-    def retain(
-        self, keys: Keys, slots: Ids, priority: int, until: float = math.inf
-    ) -> Bits:
-        """Give named blocks a priority for eviction.
-
-        Args:
-            keys: The blocks.
-            slots: Their slots, each once.
-            priority: ``PRIORITY`` is the usual one. Above it, blocks count toward the
-                tenant's limit for kept blocks.
-            until: When the priority ends, in seconds since 1970.
-
-        Returns:
-            Which of the blocks have the priority now.
-        """
-        self.end_late()
-        self._unretain(keys, slots)
-        done = np.ones(slots.size, np.bool_)
-        if priority > PRIORITY:
-            done = self._affordable(slots)
-        keys = keys[done]
-        slots = slots[done]
-        if priority != PRIORITY:
-            self._move_lane(keys, slots, priority)
-            self._protected.begin(RETAINED, keys, slots, until)
-        return done
-
     def end_late(self) -> None:
-        """End the expired pins and retentions."""
-        if self._protected.next < math.inf and self._protected.next <= (
-            now := self.now()
-        ):
-            for kind, keys, slots in self._protected.late(now):
-                (self.unkeep if kind == KEPT else self._unretain)(keys, slots)
+        """End the expired pins."""
+        if self._pins.next < math.inf and self._pins.next <= (now := self.now()):
+            self.unkeep(*self._pins.late(now))
 
     def kept(self, keys: Keys) -> Bits:
         """Return which blocks are here and kept."""
@@ -558,35 +501,32 @@ class Index:
         new = np.fromiter((key not in earlier for key in keys), np.bool_, keys.size)
         found = self.find(keys[new])
         self.unkeep(keys[new][found >= 0], found[found >= 0])
-        self._protected.until[KEPT, slots[kept]] = ends[kept]
-        self._protected.next = min(self._protected.next, *ends.tolist(), math.inf)
+        self._pins.until[slots[kept]] = ends[kept]
+        self._pins.next = min(self._pins.next, *ends.tolist(), math.inf)
 
     def of_namespace(self, digest: bytes) -> Keys:
         """Return every named block of a namespace."""
         return as_keys(key for key in self._slots if key.startswith(digest))
 
     def apply(self, verb: Verb, keys: Keys) -> Placement:
-        """Pin, unpin or retain the present blocks; each key occurs once."""
+        """Pin or unpin the present blocks; each key occurs once."""
         slots = self.find(keys)
         placing = Placing(keys.size)
         here = (slots >= 0).nonzero()[0]
         named = IndexedSlots(keys[here], slots[here])
-        until = self.now() + verb.ttl_s if verb.ttl_s else math.inf
         done = np.ones(here.size, np.bool_)
-        match verb.kind:
-            case VerbKind.PIN:
-                done = self.keep(*named, until)
-            case VerbKind.UNPIN:
-                self.unkeep(*named)
-            case VerbKind.RETAIN:
-                done = self.retain(*named, verb.priority, until)
+        if verb.kind is VerbKind.PIN:
+            until = self.now() + verb.ttl_s if verb.ttl_s else math.inf
+            done = self.keep(*named, until)
+        else:
+            self.unkeep(*named)
         placing.rule(here[done], BlockState.DONE)
         placing.rule(here[~done], BlockState.CLIPPED, _BOUND)
         return placing.end()
 
     def ends(self, slots: Ids) -> Times:
         """Return when the protection of kept slots ends; infinity for never."""
-        ends: Times = self._protected.until[KEPT, slots]
+        ends: Times = self._pins.until[slots]
         return ends
 
     # --- inside -----------------------------------------------------------------------
@@ -596,48 +536,14 @@ class Index:
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         owners = self._owner[slots]
         room = np.zeros(slots.size, np.bool_)
-        protected = self.kept_bytes + self.retained_bytes
+        kept = self.kept_bytes.copy()
         for tenant in np.unique(owners).tolist():
             mine = owners == tenant
-            left = self.shares.pinned_bytes[tenant] - protected[tenant]
-            all_left = self.shares.pinned_bytes.max() - protected.sum()
+            left = self.shares.pinned_bytes[tenant] - kept[tenant]
+            all_left = self.shares.pinned_bytes.max() - kept.sum()
             room[mine] = sizes[mine].cumsum() <= min(left, all_left)
-            protected[tenant] += sizes[mine & room].sum()
+            kept[tenant] += sizes[mine & room].sum()
         return room
-
-    def _unretain(self, keys: Keys, slots: Ids) -> None:
-        """Give named slots the usual priority again."""
-        held = self._retained[slots]
-        if any_of(held):
-            self._move_lane(keys[held], slots[held], PRIORITY)
-            self._protected.end(RETAINED, slots[held])
-
-    def _unretained(self, slots: Ids) -> None:
-        """Give retained slots without a name the usual priority."""
-        slots = slots[self._retained[slots]]
-        self._count_retained(slots, -1)
-        self._lane[slots] = self._lanes(slots, PRIORITY)
-        self._protected.end(RETAINED, slots)
-
-    def _move_lane(self, keys: Keys, slots: Ids, priority: int) -> None:
-        """Move named slots to the queues of a priority, as just used."""
-        for queue, which in self._queues_of(slots):
-            queue.remove(keys[which], slots[which])
-        self._count_retained(slots, -1)
-        self._lane[slots] = self._lanes(slots, priority)
-        self._count_retained(slots, 1)
-        free = self._state.pins[slots] == 0
-        self._release(keys[free][::-1], slots[free][::-1])
-
-    def _count_retained(self, slots: Ids, times: int) -> None:
-        """Count the bytes of slots that have more than the usual priority."""
-        above = slots[self._lane[slots] >> _OWNER_BITS > PRIORITY]
-        sizes = self.slabs.slot_bytes[above // self.slabs.stride]
-        np.add.at(self.retained_bytes, self._owner[above], times * sizes)
-
-    def _lanes(self, slots: Ids, priority: int) -> npt.NDArray[np.int32]:
-        """Return the lanes of slots' tenants for a priority."""
-        return self._owner[slots].astype(np.int32) + np.int32(priority << _OWNER_BITS)
 
     def _lost_names(self, slots: Ids) -> None:
         """Record that these slots lost their names, unchanged."""
@@ -650,7 +556,7 @@ class Index:
         """Remove the extra pin of kept slots, without changing their queues."""
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         np.subtract.at(self.kept_bytes, self._owner[slots], sizes)
-        self._protected.end(KEPT, slots)
+        self._pins.end(slots)
         self._state.pins[slots] -= 1
 
     def late(self, slots: Ids | slice) -> Bits:
@@ -674,33 +580,25 @@ class Index:
 
     def _own_victims(self, size: int, count: int, tenant: int) -> IndexedSlots:
         """Pin and return a tenant's own blocks, to make room in its quota."""
-        mine = {
-            at: [(lane, by[lane]) for lane in by if lane & _OWNERS == tenant]
-            for at, by in self._queues.items()
-        }
-        own = self._first(mine.get(size, ()))
-        if own is not None:
+        mine = {at: by[tenant] for at, by in self._queues.items() if tenant in by}
+        own = mine.get(size)
+        if own is not None and own.oldest() is not None:
             return self._pinned(own, count)
-        queue = self._first(chain.from_iterable(mine.values()))
-        of_size = next(
-            (at for at, lanes in mine.items() if any(q is queue for _, q in lanes)),
-            size,
-        )
+        queue = self._first(mine.values())
+        of_size = next((at for at, one in mine.items() if one is queue), size)
         return self._pinned(queue, -(-count * size // of_size))
 
-    def _first(
-        self, queues: Iterable[tuple[int, EvictionQueue]]
-    ) -> EvictionQueue | None:
-        """Return the lowest-priority queue with the least recently used front."""
+    def _first(self, queues: Collection[EvictionQueue]) -> EvictionQueue | None:
+        """Return the queue with the least recently used front."""
+        if len(queues) == 1:
+            return next(iter(queues))
         first = None
-        before = (math.inf, 0)
-        for lane, queue in queues:
+        before = math.inf
+        for queue in queues:
             at = queue.oldest()
-            if at is not None:
-                rank = lane >> _OWNER_BITS, self._used_at.item(at)
-                if rank < before:
-                    first = queue
-                    before = rank
+            if at is not None and self._used_at.item(at) < before:
+                first = queue
+                before = self._used_at.item(at)
         return first
 
     def _pinned(self, queue: EvictionQueue | None, count: int) -> IndexedSlots:
@@ -716,12 +614,12 @@ class Index:
         if not slots.size:
             return []
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
-        lanes = self._lane[slots]
-        if all_of(sizes == sizes[0]) and all_of(lanes == lanes[0]):
-            return [(self._queues[sizes.item(0)][lanes.item(0)], _ALL)]
+        owners = self._owner[slots]
+        if all_of(sizes == sizes[0]) and all_of(owners == owners[0]):
+            return [(self._queues[sizes.item(0)][owners.item(0)], _ALL)]
         return [
-            (self._queues[size][lane], (sizes == size) & (lanes == lane))
-            for size, lane in set(zip(sizes.tolist(), lanes.tolist(), strict=True))
+            (self._queues[size][owner], (sizes == size) & (owners == owner))
+            for size, owner in set(zip(sizes.tolist(), owners.tolist(), strict=True))
         ]
 
     def _release(self, keys: Keys, slots: Ids) -> None:
@@ -732,7 +630,7 @@ class Index:
             slot = slots.item(0)
             slab = slot // self.slabs.stride
             of_size = self._queues[self.slabs.slot_bytes.item(slab)]
-            of_size[self._lane.item(slot)].release(keys, slots)
+            of_size[self._owner.item(slot)].release(keys, slots)
             self._used_at[slot] = self._newest[slab] = self._clock
             return
         for queue, which in self._queues_of(slots):

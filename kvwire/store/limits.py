@@ -40,12 +40,8 @@ STORE_TTL_S_MAX: Final = 10 * 365 * 24 * 3600.0
 # The most blocks in one request: 256 blocks of 64 KiB fill a berth, and a lookup for a
 # prompt of 64 thousand tokens, at 16 tokens per block, still fits.
 STORE_KEYS_MAX: Final = 4096
-# The body of a verb's HTTP request: 4,096 hashes, or half a million tokens.
-STORE_ORDER_BYTES_MAX: Final = 4 * MIB
-# Limits for the answer to a verb: a few reasons per tier, each with the tier's name,
-# and the nodes of a tier with many nodes.
+# Limit for the answer to a verb: a few reasons per tier, each with the tier's name.
 STORE_REASONS_MAX: Final = 64
-STORE_PLACES_MAX: Final = 64
 # In this time a verb can move a quarter of a server's memory at the rate of a disk.
 STORE_VERB_TIMEOUT_S: Final = 120.0
 # The longest message: keys of up to 80 bytes, a description, numbers, and images.

@@ -14,26 +14,19 @@ from kvwire.aio import (
 )
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.paged import PagedCache, computed_once
-from kvwire.store.address import TierAddress
 from kvwire.store.keys import Keys
 from kvwire.store.namespace import Namespace, namespace_of
 from kvwire.store.operations.group_request import Hashes, by_group, keys_of
 from kvwire.store.operations.verbs import carry_out
-from kvwire.store.placement import (
-    Placement,
-    Verb,
-    VerbKind,
-    joined,
-)
+from kvwire.store.placement import Placement, Verb, VerbKind, joined
 from kvwire.store.tier_stack import TierStack
-from kvwire.store.tiers.base import TenantStats, Tier, uses_of
-from kvwire.store.tiers.registry import open_tier
+from kvwire.store.tiers.base import TenantStats, uses_of
 
 HashTokens = int | Mapping[str, int] | None
 
 
 class StoreManagement(AsyncWith):
-    """Methods that delete, move, protect and count blocks; the store inherits them."""
+    """Methods that delete, prefetch, pin and count blocks; the store inherits them."""
 
     _name: str
     _tiers: TierStack
@@ -119,46 +112,6 @@ class StoreManagement(AsyncWith):
         return deleted
 
     @yields_before_raising
-    async def locate(
-        self,
-        hashes: Hashes,
-        cache: PagedCache | None = None,
-        *,
-        hash_tokens: HashTokens = None,
-        tenant: str = "",
-    ) -> Placement:
-        """Find the tiers and nodes that have the given blocks; reads no disk.
-
-        A block is *done* if any place has it, and *deferred* if a place could not be
-        asked.
-
-        Args:
-            hashes: See :meth:`put`.
-            cache: A cache of the kind that the blocks belong to. By default, the blocks
-                of all caches that this store knows are searched, such as all shards of
-                a model; then each hash gets the worst of their states.
-            hash_tokens: See :meth:`put`.
-            tenant: The tenant that owns them.
-
-        Returns:
-            The result of each block.
-
-        Raises:
-            UsageError: The hashes are invalid, or there is no such tenant.
-            ClosedOK: The store is closed.
-
-        Cancel safety: safe, it only reads.
-        """
-        return await self._carry_out(
-            "BlockStore.locate",
-            Verb(VerbKind.LOCATE),
-            hashes,
-            cache,
-            hash_tokens,
-            tenant,
-        )
-
-    @yields_before_raising
     async def prefetch(
         self,
         hashes: Hashes,
@@ -176,7 +129,9 @@ class StoreManagement(AsyncWith):
 
         Args:
             hashes: See :meth:`put`.
-            cache: See :meth:`locate`.
+            cache: A cache of the kind that the blocks belong to. By default, the blocks
+                of all caches that this store knows, such as all shards of a model; then
+                each hash gets the worst of their states.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
             tier: The tier's address, or its kind if there is only one tier of that
@@ -201,46 +156,6 @@ class StoreManagement(AsyncWith):
         )
 
     @yields_before_raising
-    async def demote(
-        self,
-        hashes: Hashes,
-        cache: PagedCache | None = None,
-        *,
-        tier: str = "",
-        hash_tokens: HashTokens = None,
-        tenant: str = "",
-    ) -> Placement:
-        """Free the memory of blocks once a lower tier has them.
-
-        Blocks that are in use or pinned also stay in memory, and are *deferred*.
-
-        Args:
-            hashes: See :meth:`put`.
-            cache: See :meth:`locate`.
-            hash_tokens: See :meth:`put`.
-            tenant: The tenant that owns them.
-            tier: The destination; by default the first tier below memory that accepts
-                blocks. Disks above the destination drop the blocks too.
-
-        Returns:
-            The result of each block.
-
-        Raises:
-            UsageError: The hashes are invalid, or there is no such tenant or tier.
-            ClosedOK: The store is closed.
-
-        Cancel safety: running reads and writes finish first; no block is lost.
-        """
-        return await self._carry_out(
-            "BlockStore.demote",
-            Verb(VerbKind.DEMOTE, tier),
-            hashes,
-            cache,
-            hash_tokens,
-            tenant,
-        )
-
-    @yields_before_raising
     async def pin(
         self,
         hashes: Hashes,
@@ -253,14 +168,14 @@ class StoreManagement(AsyncWith):
         """Protect blocks from eviction, for a time or until :meth:`unpin`.
 
         The blocks are pinned in each tier that has them: on a disk also across
-        restarts, in memory until the store closes. A tenant may pin and retain half of
-        its quota, and all tenants together a quarter of a tier. The limit is used up
+        restarts, in memory until the store closes. A tenant may pin half of its quota,
+        and all tenants together a quarter of a tier. The limit is used up
         from the head of the chain on; blocks beyond it are *clipped*. A pin does not
         protect a block from being deleted, from expiring, or from removal after damage.
 
         Args:
             hashes: See :meth:`put`.
-            cache: See :meth:`locate`.
+            cache: See :meth:`prefetch`.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
             ttl_s: Seconds after which the pin ends by itself; None for never. If a
@@ -292,7 +207,7 @@ class StoreManagement(AsyncWith):
 
         Args:
             hashes: See :meth:`put`.
-            cache: See :meth:`locate`.
+            cache: See :meth:`prefetch`.
             hash_tokens: See :meth:`put`.
             tenant: The tenant that owns them.
 
@@ -308,95 +223,6 @@ class StoreManagement(AsyncWith):
         return await self._carry_out(
             "BlockStore.unpin", Verb(VerbKind.UNPIN), hashes, cache, hash_tokens, tenant
         )
-
-    @yields_before_raising
-    async def retain(
-        self,
-        hashes: Hashes,
-        cache: PagedCache | None = None,
-        *,
-        priority: int,
-        ttl_s: float | None = None,
-        hash_tokens: HashTokens = None,
-        tenant: str = "",
-    ) -> Placement:
-        """Evict blocks later or earlier than other blocks of their size.
-
-        Each tier that has the blocks now evicts all blocks of a lower priority first.
-        The priority is forgotten when the store closes, also on a disk. All other
-        blocks have the priority 50; blocks with a higher one count toward the limit of
-        pinned blocks, see :meth:`pin`.
-
-        Args:
-            hashes: See :meth:`put`.
-            cache: See :meth:`locate`.
-            hash_tokens: See :meth:`put`.
-            tenant: The tenant that owns them.
-            priority: 0 to 100; 50 restores the usual priority.
-            ttl_s: Seconds after which the usual priority is restored; None for never.
-
-        Returns:
-            The result of each block.
-
-        Raises:
-            UsageError: The hashes, ``priority`` or ``ttl_s`` are invalid, or there is
-                no such tenant.
-            ClosedOK: The store is closed.
-
-        Cancel safety: safe, it may be called again.
-        """
-        verb = Verb.retain(priority, ttl_s)
-        return await self._carry_out(
-            "BlockStore.retain", verb, hashes, cache, hash_tokens, tenant
-        )
-
-    @yields_before_raising
-    async def move(
-        self,
-        hashes: Hashes,
-        cache: PagedCache | None = None,
-        *,
-        to: str,
-        keep: bool = False,
-        hash_tokens: HashTokens = None,
-        tenant: str = "",
-    ) -> Placement:
-        """Move blocks to another store server, or to a node of this store's servers.
-
-        A node gets copies. A block's name determines the node on which a get looks for
-        it, so when nodes have joined or left, gets no longer find some blocks; with the
-        whole tier's address as ``to``, each block is copied to its current node. After
-        a move to another server, this store's memory and disks drop the blocks, unless
-        they are in use or pinned.
-
-        Args:
-            hashes: See :meth:`put`.
-            cache: See :meth:`locate`.
-            hash_tokens: See :meth:`put`.
-            tenant: The tenant that owns them.
-            to: A node's name, if a tier has several servers, or that tier's address; or
-                another server, ``kvwire://HOST:PORT`` with the options of a tier.
-            keep: Whether this store keeps the blocks as well.
-
-        Returns:
-            The result of each block.
-
-        Raises:
-            UsageError: The hashes or the address are invalid, or there is no such
-                tenant or node.
-            ClosedOK: The store is closed.
-
-        Cancel safety: running reads and writes finish first; no block is lost.
-        """
-        verb = Verb(VerbKind.MOVE, to, keep=keep)
-        target = await self._server_at(to)
-        try:
-            return await self._carry_out(
-                "BlockStore.move", verb, hashes, cache, hash_tokens, tenant, target
-            )
-        finally:
-            if target is not None:
-                await run_to_completion(target.close())
 
     def tenant_stats(self) -> dict[str, TenantStats]:
         """Return each tenant's blocks and counts, by name; "" is for no tenant."""
@@ -423,7 +249,6 @@ class StoreManagement(AsyncWith):
         cache: PagedCache | None,
         hash_tokens: HashTokens,
         tenant: str,
-        target: Tier | None = None,
     ) -> Placement:
         """Execute a verb on the blocks of each group."""
         self._check(call, cache, optional=True)
@@ -439,17 +264,8 @@ class StoreManagement(AsyncWith):
         with self._under_way():
             for name, listed in by_group(hashes, groups).items():
                 known = namespaces.get(name, [])
-                parts[name] = await carry_out(self._tiers, verb, known, listed, target)
+                parts[name] = await carry_out(self._tiers, verb, known, listed)
         return joined(parts)
-
-    async def _server_at(self, to: str) -> Tier | None:
-        """Open the store server of an address; None if it is the name of a node."""
-        if not isinstance(to, str):
-            raise wrong_type("to", to, "a text")
-        known = any(tier.name == to for tier in self._tiers.below)
-        if known or not to.startswith("kvwire://"):
-            return None
-        return await open_tier(TierAddress.parse(to), self._tiers.tenants)
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:

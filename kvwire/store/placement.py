@@ -1,6 +1,6 @@
 """The verbs of a store, and their result for each block.
 
-A verb moves, protects or locates blocks without copying bytes into a cache: see
+A verb prefetches, pins or unpins blocks without copying bytes into a cache: see
 :class:`~kvwire.store.management.StoreManagement`, which has a method for each. All
 return a :class:`Placement`. A verb does not raise if it fails for some blocks: each
 block has its own state.
@@ -17,10 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.aio import seconds_of
-from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Codes, Ids, all_of, any_of
 from kvwire.store.limits import STORE_TTL_S_MAX
-from kvwire.types import plain
 
 BlockStates: TypeAlias = npt.NDArray[np.uint8]
 
@@ -31,7 +29,7 @@ class BlockState(enum.IntEnum):
     DONE = 0
     """It is in the state that the verb requests."""
     CLIPPED = 1
-    """It is beyond the limit for pinning, retaining or moving."""
+    """It is beyond the limit for pinning or prefetching."""
     DEFERRED = 2
     """It could not be done now; the same call may succeed later."""
     REFUSED = 3
@@ -43,26 +41,14 @@ class BlockState(enum.IntEnum):
 class VerbKind(enum.IntEnum):
     """The verbs; their numbers are used on the wire."""
 
-    LOCATE = 0
-    PREFETCH = 1
-    DEMOTE = 2
-    PIN = 3
-    UNPIN = 4
-    RETAIN = 5
-    MOVE = 6
+    PREFETCH = 0
+    PIN = 1
+    UNPIN = 2
 
 
-READING: Final = (VerbKind.LOCATE, VerbKind.PREFETCH)
-"""Verbs that do not change which blocks a store has."""
-
-_PROTECTING: Final = (VerbKind.PIN, VerbKind.UNPIN, VerbKind.RETAIN)
 # The states in the order in which they count if tiers differ: the lowest wins.
 _ANY: Final = np.arange(len(BlockState))
 _EACH: Final = np.where(_ANY == BlockState.DEFERRED, -1, _ANY)
-
-PRIORITY: Final = 50
-"""The priority of blocks that were not retained."""
-PRIORITY_MAX: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,51 +57,32 @@ class Verb:
 
     Attributes:
         kind: The kind of verb.
-        place: The tier of a prefetch or demote, or the node or server of a move; "" for
-            the default.
-        ttl_s: The duration of a pin or retention in seconds; 0 for no end.
-        priority: The priority of a retention.
-        keep: Whether a move also leaves the blocks in their old place.
+        place: The tier of a prefetch; "" for memory.
+        ttl_s: The duration of a pin in seconds; 0 for no end.
     """
 
     kind: VerbKind
     place: str = ""
     ttl_s: float = 0.0
-    priority: int = PRIORITY
-    keep: bool = False
 
     @classmethod
     def pin(cls, ttl_s: float | None) -> Self:
         """Return a pin, which ends after some seconds; None for never."""
-        return cls(VerbKind.PIN, ttl_s=_ttl_of(ttl_s))
-
-    @classmethod
-    def retain(cls, priority: int, ttl_s: float | None) -> Self:
-        """Return a retention, which ends after some seconds; None for never."""
-        number = plain(priority)
-        if type(number) is not int or not 0 <= number <= PRIORITY_MAX:
-            raise UsageError(
-                f"priority={priority!r}: pass a number from 0 to {PRIORITY_MAX}"
-            )
-        return cls(VerbKind.RETAIN, priority=number, ttl_s=_ttl_of(ttl_s))
-
-
-def _ttl_of(ttl_s: float | None) -> float:
-    """Return a duration in seconds; 0 means for ever."""
-    return 0.0 if ttl_s is None else min(seconds_of("ttl_s", ttl_s), STORE_TTL_S_MAX)
+        if ttl_s is None:
+            return cls(VerbKind.PIN)
+        seconds = min(seconds_of("ttl_s", ttl_s), STORE_TTL_S_MAX)
+        return cls(VerbKind.PIN, ttl_s=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A verb's result for each block, and the places that have it.
+    """A verb's result for each block.
 
     Blocks are in the order of the call. For a grouped cache, the groups' blocks are
     joined in the order of the groups; see :meth:`of_group`.
 
     Attributes:
         states: The state of each block, a :class:`BlockState`.
-        held: After a ``locate``: the blocks that each tier, node or engine has, by its
-            name.
         reasons: The distinct reasons why blocks are not done.
         codes: For each block the position of its reason in ``reasons``, plus 1; 0 for
             none.
@@ -123,7 +90,6 @@ class Placement:
     """
 
     states: BlockStates
-    held: Mapping[str, Bits] = field(default_factory=dict)
     reasons: tuple[str, ...] = ()
     codes: Codes
     groups: Mapping[str, slice] = field(default_factory=dict)
@@ -193,10 +159,8 @@ class Placement:
 
     def selected(self, which: slice | Ids | Bits) -> Placement:
         """Return the placement of some blocks, without groups."""
-        held = {name: bits[which] for name, bits in self.held.items()}
         return Placement(
             states=self.states[which],
-            held=held,
             reasons=self.reasons,
             codes=self.codes[which],
         )
@@ -210,7 +174,6 @@ class Placing:
     ) -> None:
         self.states: BlockStates = np.full(count, state, np.uint8)
         self.codes: Codes = np.zeros(count, np.uint16)
-        self.held: dict[str, Bits] = {}
         self._reasons: dict[str, int] = {}
         if reason and count:
             self.codes[:] = self._code(reason)
@@ -225,10 +188,10 @@ class Placing:
     def better(self, which: Ids, other: Placement, verb: Verb) -> None:
         """Adopt the better states from a placement of some blocks.
 
-        Verbs that begin or end a protection apply to every tier that has a block, so a
-        tier that could not be asked outweighs a tier where the verb is done.
+        A pin or unpin applies to every tier that has a block, so a tier that could not
+        be asked outweighs a tier where the verb is done.
         """
-        rank = _EACH if verb.kind in _PROTECTING else _ANY
+        rank = _ANY if verb.kind is VerbKind.PREFETCH else _EACH
         self._take(which, other, rank[other.states] < rank[self.states[which]])
 
     def worse(self, other: Placement) -> None:
@@ -246,7 +209,6 @@ class Placing:
         used, codes = np.unique(np.append(0, self.codes), return_inverse=True)
         return Placement(
             states=self.states,
-            held=self.held,
             reasons=tuple(texts[code] for code in used[1:].tolist()),
             codes=codes[1:].astype(np.uint16),
             groups=groups or {},
@@ -256,9 +218,6 @@ class Placing:
         table = np.array([0, *map(self._code, other.reasons)], np.uint16)
         self.states[mine[taken]] = other.states[taken]
         self.codes[mine[taken]] = table[other.codes[taken]]
-        for name, bits in other.held.items():
-            held = self.held.setdefault(name, np.zeros(self.states.size, np.bool_))
-            held[mine[bits]] = True
 
     def _code(self, reason: str) -> int:
         if not reason:

@@ -29,7 +29,7 @@ from kvwire.store.limits import (
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _QUOTAS: Final = ("memory", "disk")
-_OPTIONS: Final = ("quota", *_QUOTAS, "ttl", "pinned", "moving", "key", "identity")
+_OPTIONS: Final = ("quota", *_QUOTAS, "ttl", "pinned", "key", "identity")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,11 @@ class Tenant:
         quotas: The most bytes it may have in each kind of tier; a kind without an entry
             is unlimited.
         ttl_s: Seconds after which its blocks expire; 0 for never.
-        pinned_bytes: The most bytes it may pin or retain in a tier; 0 for half of its
-            quota, or a quarter of the tier, whichever is less.
+        pinned_bytes: The most bytes it may pin in a tier; 0 for half of its quota, or a
+            quarter of the tier, whichever is less.
         key_file: The file of the key with which it authenticates to a server; "" for
             none.
         identity: The name in the certificate with which it authenticates; "" for none.
-        moving_bytes: The most bytes that its prefetches, demotes and moves may move at
-            once; 0 for half of its memory quota, or a quarter of memory.
     """
 
     name: str
@@ -56,17 +54,15 @@ class Tenant:
     pinned_bytes: int = 0
     key_file: str = ""
     identity: str = ""
-    moving_bytes: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Tenant:
         """Parse a tenant.
 
         Args:
-            text: ``NAME?quota=SIZE&memory=SIZE&disk=SIZE&ttl=SECONDS&pinned=SIZE`` and
-                ``moving=SIZE``, and for a server ``key=FILE`` or ``identity=NAME``. An
-                empty name stands for blocks without a tenant, for which only the limits
-                of verbs can be set.
+            text: ``NAME?quota=SIZE&memory=SIZE&disk=SIZE&ttl=SECONDS&pinned=SIZE``, and
+                for a server ``key=FILE`` or ``identity=NAME``. An empty name stands for
+                blocks without a tenant, for which only ``pinned`` can be set.
         """
         if not isinstance(text, str):
             raise UsageError(f"tenant {text!r}: write 'acme?disk=100GiB&ttl=3600'")
@@ -74,8 +70,8 @@ class Tenant:
         name = address.place
         options = address.options
         if not name and options:
-            # The limits for blocks that belong to no tenant.
-            address.require("pinned", "moving")
+            # The limit for blocks that belong to no tenant.
+            address.require("pinned")
         elif not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
             raise UsageError(
                 f"tenant {shown(name)}: use letters, digits, '.', '_' and '-', at "
@@ -94,7 +90,6 @@ class Tenant:
             address.size_option("pinned", 0),
             local_path(options.get("key", "")),
             options.get("identity", ""),
-            address.size_option("moving", 0),
         )
 
 
@@ -180,10 +175,9 @@ class Tenants:
             )
 
     def moving_bytes(self, number: int, memory_bytes: int) -> int:
-        """Return the bytes that verbs may move at once for a tenant."""
-        tenant = self.listed[number]
-        most = _most(memory_bytes, tenant.quotas.get("memory", STORE_TIER_BYTES_MAX))
-        return min(most, tenant.moving_bytes or most)
+        """Return the bytes that prefetches may move at once for a tenant."""
+        quota = self.listed[number].quotas.get("memory", STORE_TIER_BYTES_MAX)
+        return _most(memory_bytes, quota)
 
     def shares(self, kind: str, size_bytes: int) -> Shares:
         """Return all tenants' limits in a tier of this kind and size."""

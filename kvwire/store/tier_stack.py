@@ -16,13 +16,7 @@ from kvwire.store.counters import StoreCounters
 from kvwire.store.index import Index
 from kvwire.store.keys import IndexedSlots, Keys, Orders
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
-from kvwire.store.placement import (
-    BlockState,
-    Placement,
-    Placing,
-    Verb,
-    VerbKind,
-)
+from kvwire.store.placement import BlockState, Placement, Placing, Verb
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import LANDED, REFUSED, Batch, BlockResults, Tier
@@ -55,7 +49,7 @@ class TierStack:
             StoreCounters() for _ in self.tenants.listed
         )
         self.counters: StoreCounters = StoreCounters()
-        # The bytes that verbs are moving, by the tenant's number.
+        # The bytes that prefetches are moving, by the tenant's number.
         self.moving_bytes: Ids = np.zeros(len(self.tenants) + 1, np.int64)
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
@@ -286,7 +280,7 @@ class TierStack:
         return len(known)
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """Locate, pin, unpin or retain blocks, in each tier that has them.
+        """Pin or unpin blocks, in each tier that has them.
 
         Returns:
             The best result of each block in any tier.
@@ -295,69 +289,32 @@ class TierStack:
         """
         placing = Placing(keys.size, BlockState.MISSING, NOT_THERE)
         every = np.arange(keys.size)
-        if verb.kind is VerbKind.LOCATE:
-            here = self.memory.index.find(keys) >= 0
-            placing.held[self.name] = here
-            placing.rule(here, BlockState.DONE)
-        else:
-            placing.better(every, self.memory.index.apply(verb, keys), verb)
+        placing.better(every, self.memory.index.apply(verb, keys), verb)
         for tier in self.below:
             placing.better(every, await tier.apply(verb, namespace, keys), verb)
         return placing.end()
 
-    def named(self, place: str, *, demotes: bool = False) -> Tier | None:
+    def named(self, place: str) -> Tier | None:
         """Return a tier by its address, or by the kind of its address.
 
         Args:
             place: The address, with or without its options; or a kind such as "disk" if
-                there is only one tier of that kind. "" for memory, or for a demote the
-                first lower tier that accepts blocks.
-            demotes: Whether it must be below memory.
+                there is only one tier of that kind. "" for memory.
 
         Returns:
-            None for memory, or if there is no tier below.
+            None for memory.
 
         Raises:
             UsageError: There is no such tier.
         """
-        if not place and demotes:
-            tiers = self.keepers if self.through else self.below
-            return next(
-                (tier for tier in tiers if tier.taking), next(iter(tiers), None)
-            )
-        if not demotes and place in ("", "memory", self.name):
+        if place in ("", "memory", self.name):
             return None
         for alike in (_same_address, _same_kind):
             found = [tier for tier in self.below if alike(tier.name, place)]
             if len(found) == 1:
                 return found[0]
-        names = ([] if demotes else [self.name]) + [tier.name for tier in self.below]
-        raise UsageError(
-            f"tier={shown(place)}: the tiers are {', '.join(names) or 'none'}"
-        )
-
-    def node(self, name: str) -> Tier:
-        """Return the tier of one node, or the tier of all nodes.
-
-        Raises:
-            UsageError: There is no such node, or it is not connected.
-        """
-        for tier in self.below:
-            nodes = tier.nodes()
-            if nodes and _same_address(tier.name, name):
-                return tier
-            if name in nodes:
-                return nodes[name]
-        if "://" in name:
-            raise UsageError(
-                f"to={shown(name)}: a store moves blocks to nodes and to kvwire:// "
-                f"servers; an engine loads a prompt's blocks itself, so ask its "
-                f"proxy: POST /kv/move"
-            )
-        raise UsageError(
-            f"to={shown(name)}: no node with this name is connected; to move blocks "
-            "between this store's own tiers use prefetch and demote"
-        )
+        names = [self.name, *(tier.name for tier in self.below)]
+        raise UsageError(f"tier={shown(place)}: the tiers are {', '.join(names)}")
 
     def of_tenant(self, tenant: str) -> list[Namespace]:
         """Return the known namespaces of a tenant.

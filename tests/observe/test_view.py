@@ -22,7 +22,7 @@ from kvwire.observe.view import (
     text_of,
     waits_table,
 )
-from kvwire.types import Address, HttpClient
+from kvwire.types import Address
 from tests.support.caches import Memory
 
 HOSTILE = "<img src=x onerror=alert(1)>\u202e\x1b[31m"
@@ -202,19 +202,17 @@ def test_the_page_of_processes_is_for_those_who_have_its_link(tmp_path: Path) ->
         page = InspectPage(folder)
         for shown in ("", page.key, "Bearer ", f"Bearer {page.key[:-1]}", "Bearer é"):
             headers = {"authorization": shown}
-            status, _, body = page.get("/top.json", headers, HttpClient("127.0.0.1"))
+            status, _, body = page.get("/top.json", headers)
             assert (status, b"link" in body) == (401, True)
         headers = {"authorization": f"Bearer {page.key}"}
-        status, _, body = page.get("/top.json", headers, HttpClient("127.0.0.1"))
+        status, _, body = page.get("/top.json", headers)
         view = msgspec.json.decode(body, type=TopView)
         assert (status, texts(view, "processes")[0][0]) == (200, "a")
-    assert page.get("/top", {}, HttpClient(""))[0] == 200
-    assert page.get("/metrics", {}, HttpClient(""))[0] == 404
+    assert page.get("/top", {})[0] == 200
+    assert page.get("/metrics", {})[0] == 404
     # The folder is empty, then gone.
     for _ in range(2):
-        view = msgspec.json.decode(
-            page.get("/top.json", headers, HttpClient(""))[2], type=TopView
-        )
+        view = msgspec.json.decode(page.get("/top.json", headers)[2], type=TopView)
         assert view.notes
         if folder.exists():
             folder.rmdir()

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvwire import BlockStore
+from kvwire.store.keys import as_keys
 from kvwire.store.namespace import Namespace
 from kvwire.store.tiers.base import Tier
 from tests.support import inside
@@ -23,6 +24,14 @@ def tier_of(store: BlockStore, kind: type[T]) -> T:
     (tier,) = inside.tiers(store).below
     assert isinstance(tier, kind)
     return tier
+
+
+def in_memory(store: BlockStore, hashes: list[bytes]) -> list[bool]:
+    """Whether the memory of a store with one namespace has each block."""
+    (digest,) = inside.tiers(store).namespaces
+    keys = as_keys(map(digest.__add__, hashes))
+    found: list[bool] = (inside.tiers(store).memory.index.find(keys) >= 0).tolist()
+    return found
 
 
 async def put_before(*tiers: str, count: int = 16) -> tuple[Filled, list[bytes]]:

@@ -212,9 +212,7 @@ async def test_nothing_begins_behind_a_close() -> None:
     assert (await put).complete
 
 
-@pytest.mark.parametrize(
-    "call", ["delete", "delete_all", "locate", "pin", "unpin", "flush"]
-)
+@pytest.mark.parametrize("call", ["delete", "delete_all", "pin", "unpin", "flush"])
 async def test_a_close_waits_for_every_call(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

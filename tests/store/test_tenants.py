@@ -77,7 +77,8 @@ class Shared:
             [0.0, ttl_s, 0.0],
         )
         slabs = Slabs(2, 8 * GRAIN_BYTES)
-        self.index = Index(slabs, evict, shares, self.clock)
+        self.index = Index(slabs, evict, shares)
+        self.index.now = self.clock
 
     def put(self, tenant: int, *names: str, grains: int = 1) -> list[str]:
         """Put blocks one by one; what was evicted for them."""
@@ -224,7 +225,8 @@ def test_a_block_that_grows_too_old_while_it_is_pinned_is_not_pinned() -> None:
     """Of a call that looks once, whatever the time is at its end."""
     clock = Clock()
     shares = Tenants(["t?ttl=60"]).shares("memory", 1 << 20)
-    index = Index(Slabs(1, 8 * GRAIN_BYTES), "lru", shares, clock=clock)
+    index = Index(Slabs(1, 8 * GRAIN_BYTES), "lru", shares)
+    index.now = clock
     keys, slots = as_keys([b"a"]), index.take(GRAIN_BYTES, 1, 1)
     index.name(keys, slots)
     index.unpin(keys, slots)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
@@ -32,7 +32,6 @@ from kvwire.errors import (
     error_text,
 )
 from kvwire.store.host_blocks import HostBlocks
-from kvwire.store.keys import as_keys
 from kvwire.store.limits import (
     STORE_GRACE_S,
     STORE_REDIAL_S,
@@ -41,7 +40,6 @@ from kvwire.store.limits import (
     STORE_TIMEOUT_S,
     STORE_VERB_TIMEOUT_S,
 )
-from kvwire.store.namespace import DIGEST_BYTES
 from kvwire.store.placement import Placement, Verb
 from kvwire.store.server.host_windows import HostWindows
 from kvwire.store.server.messages import (
@@ -52,6 +50,7 @@ from kvwire.store.server.messages import (
     ClientMessage,
     Delete,
     Names,
+    NamespaceText,
     NumberedReply,
     NumberedRequest,
     Stats,
@@ -87,20 +86,6 @@ async def delete_all(address: str, config: Config, tenant: str) -> int:
         if done.reason:
             raise KVWireError(f"{address}: {done.reason}")
         return done.deleted
-
-
-async def apply_verb(
-    address: str, config: Config, verb: Verb, hashes: Sequence[bytes], tenant: str = ""
-) -> Placement:
-    """Let a server execute a verb on the blocks of some hashes.
-
-    The server searches all namespaces of the tenant that it knows.
-
-    Cancel safety: safe, the server may go on.
-    """
-    async with _connected(address, config) as active:
-        names = Names.of(as_keys(map(bytes(DIGEST_BYTES).__add__, hashes)))
-        return await active.apply(verb, names, place=verb.place, tenant=tenant)
 
 
 @asynccontextmanager
@@ -198,20 +183,17 @@ class ActiveConnection:
             )
         return found
 
-    async def apply(self, verb: Verb, names: Names, **fields: Any) -> Placement:
+    async def apply(
+        self, verb: Verb, names: Names, namespace: NamespaceText
+    ) -> Placement:
         """Let the server execute a verb.
 
         Raises:
-            KVWireError: The server did not execute it, or is too old to know verbs; or
-                the connection has ended.
+            KVWireError: The server did not execute it, or the connection has ended.
 
         Cancel safety: safe, the server may go on.
         """
-        if not self.welcome.verbs:
-            raise UsageError(
-                f"the server is older and cannot {verb.kind.name.lower()} blocks"
-            )
-        request = Apply.of(next(self.numbers), verb, names, **fields)
+        request = Apply.of(next(self.numbers), verb, names, namespace)
         placed = await self.call(request, VerbDone, STORE_VERB_TIMEOUT_S)
         if placed.reason:
             raise UsageError(placed.reason)

@@ -18,8 +18,7 @@ Get        Done                     large images follow: only those of landed bl
                                     and no message if there are none
 Flush      Done
 Delete     Done
-Pin        Done                     results say which blocks are pinned now
-Apply      VerbDone                   the verb's result for each block
+Apply      VerbDone                 the verb's result for each block
 Stats      Report
 =========  =======================  ==================================================
 
@@ -31,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Final, Self, TypeVar
 
 import msgspec
 import numpy as np
@@ -50,7 +49,6 @@ from kvwire.store.limits import (
     STORE_INLINE_BYTES,
     STORE_KEYS_MAX,
     STORE_NAMESPACES_TOLD,
-    STORE_PLACES_MAX,
     STORE_REASONS_MAX,
     STORE_REQUESTS_MAX,
     STORE_SLAB_BYTES_MAX,
@@ -66,14 +64,7 @@ from kvwire.store.namespace import (
     Namespace,
     of_tenant,
 )
-from kvwire.store.placement import (
-    PRIORITY,
-    PRIORITY_MAX,
-    BlockState,
-    Placement,
-    Verb,
-    VerbKind,
-)
+from kvwire.store.placement import BlockState, Placement, Verb, VerbKind
 from kvwire.store.tiers.base import BlockResult, BlockResults, TenantUse, TierStats
 from kvwire.wire.control import DECODE_ERRORS
 from kvwire.wire.handshake_messages import VersionRange
@@ -276,53 +267,33 @@ class Delete(NumberedRequest, array_like=True, frozen=True, gc=False, tag=8):
             raise ValueError("the digest has the wrong length for a namespace")
 
 
-class Pin(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
-    """Requests to pin these blocks against eviction, or to unpin them."""
-
-    names: Names
-    pinned: bool
-
-
-class Apply(NumberedRequest, array_like=True, frozen=True, gc=False, tag=10):
+class Apply(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
     """Requests a verb for these blocks.
 
     Attributes:
         verb: The verb, a :class:`~kvwire.store.placement.VerbKind`.
         names: Their keys.
-        namespace: Their namespace. None for all namespaces of the tenant that the
-            server knows; then the digests in the keys are ignored.
-        place: The server's tier, or the node of a move; "" for the default.
-        ttl_ms: How long a pin or retention lasts; 0 for ever.
-        priority: The priority of a retention.
-        tenant: The tenant, if the operator sends it; "" for the client's own tenant.
+        namespace: Their namespace.
+        ttl_ms: How long a pin lasts; 0 for ever.
     """
 
     verb: Annotated[int, Meta(ge=0, le=int(max(VerbKind)))]
     names: Names
-    namespace: NamespaceText | None = None
-    place: _Text = ""
+    namespace: NamespaceText
     ttl_ms: Annotated[int, Meta(ge=0, le=int(STORE_TTL_S_MAX * 1000))] = 0
-    priority: Annotated[int, Meta(ge=0, le=PRIORITY_MAX)] = PRIORITY
-    tenant: _Text = ""
 
     @classmethod
-    def of(cls, number: int, verb: Verb, names: Names, **fields: Any) -> Self:
-        """Make the request of a verb."""
+    def of(
+        cls, number: int, verb: Verb, names: Names, namespace: NamespaceText
+    ) -> Self:
+        """Make the request of a verb; a prefetch goes into the server's memory."""
         milliseconds = max(1, round(verb.ttl_s * 1000)) if verb.ttl_s else 0
-        return cls(
-            number,
-            int(verb.kind),
-            names,
-            ttl_ms=milliseconds,
-            priority=verb.priority,
-            **fields,
-        )
+        return cls(number, int(verb.kind), names, namespace, milliseconds)
 
     @property
     def asked(self) -> Verb:
         """Return the verb."""
-        ttl_s = self.ttl_ms / 1000
-        return Verb(VerbKind(self.verb), self.place, ttl_s, self.priority)
+        return Verb(VerbKind(self.verb), ttl_s=self.ttl_ms / 1000)
 
 
 # --- from the server ------------------------------------------------------------------
@@ -347,7 +318,6 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
         slab_bytes: Bytes of a slab of its memory, which clients on its host may read in
             place; 0 if they may not.
         alone: Whether it has blocks in memory only.
-        verbs: Whether it knows :class:`Apply`.
     """
 
     version: _Number
@@ -361,7 +331,6 @@ class Welcome(ServerMessage, array_like=True, frozen=True, gc=False, tag=1):
     ] = ()
     slab_bytes: Annotated[int, Meta(ge=0, le=STORE_SLAB_BYTES_MAX)] = 0
     alone: bool = False
-    verbs: bool = False
 
 
 class NumberedReply(ServerMessage, array_like=True, frozen=True, gc=False):
@@ -435,18 +404,12 @@ class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
         states: The state of each block, a byte each.
         codes: For each block the position of its reason, plus 1; 0 for none.
         reasons: The reasons.
-        held: For a locate: the names of places, each with one byte per block: 1 if the
-            place has the block.
         reason: Why nothing was done at all; empty if anything was done.
     """
 
     states: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     codes: Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)] = b""
     reasons: Annotated[tuple[_Reason, ...], Meta(max_length=STORE_REASONS_MAX)] = ()
-    held: Annotated[
-        tuple[tuple[_Text, Annotated[bytes, Meta(max_length=STORE_KEYS_MAX)]], ...],
-        Meta(max_length=STORE_PLACES_MAX),
-    ] = ()
     reason: _Reason = ""
 
     def __post_init__(self) -> None:
@@ -454,8 +417,7 @@ class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
             raise ValueError("an unknown block state")
         if max(self.codes, default=0) > len(self.reasons):
             raise ValueError("an unknown reason")
-        lengths = {len(self.states), len(self.codes), *(len(b) for _, b in self.held)}
-        if len(lengths) > 1:
+        if len(self.states) != len(self.codes):
             raise ValueError("the lists differ in length")
 
     @classmethod
@@ -463,13 +425,11 @@ class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
         """Make the reply, with texts cut to their maximal lengths."""
         codes = placement.codes.copy()
         codes[codes > STORE_REASONS_MAX] = 0
-        held = list(placement.held.items())[:STORE_PLACES_MAX]
         return cls(
             number,
             placement.states.tobytes(),
             codes.astype(np.uint8).tobytes(),
             tuple(map(sayable, placement.reasons[:STORE_REASONS_MAX])),
-            tuple((sayable(name)[:NAME_CHARS_MAX], b.tobytes()) for name, b in held),
         )
 
     @property
@@ -477,7 +437,6 @@ class VerbDone(NumberedReply, array_like=True, frozen=True, gc=False, tag=5):
         """Return the blocks' states."""
         return Placement(
             states=np.frombuffer(self.states, np.uint8),
-            held={name: np.frombuffer(b, np.uint8) > 0 for name, b in self.held},
             reasons=self.reasons,
             codes=np.frombuffer(self.codes, np.uint8).astype(np.uint16),
         )
@@ -525,9 +484,7 @@ class StatsReport(NumberedReply, array_like=True, frozen=True, gc=False, tag=4):
     ] = ()
 
 
-AnyRequest = (
-    StoreHello | Find | Touch | Put | Get | Flush | Stats | Delete | Pin | Apply
-)
+AnyRequest = StoreHello | Find | Touch | Put | Get | Flush | Stats | Delete | Apply
 AnyReply = Welcome | Found | StoreDone | StatsReport | VerbDone
 AnswerT = TypeVar("AnswerT", bound=NumberedReply)
 

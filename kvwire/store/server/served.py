@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from kvwire.config import ANYBODY
 from kvwire.errors import sayable
@@ -52,7 +52,6 @@ class ServedStore:
         proofs: Tenants by their proof, and "" for the operator's: the id of a key, or
             an identity; ``ANYBODY`` for every other identity.
         name: The server's name, once it listens.
-        orders: The running verbs that came by HTTP.
         clients: The connected clients, each with the task that serves it.
         dropped: The number of clients that were disconnected for breaking a rule.
         lent_bytes: Bytes of the slots that are pinned while clients move them.
@@ -68,7 +67,6 @@ class ServedStore:
     proofs: Mapping[bytes | str, str]
     name: str = ""
     clients: dict[_Client, asyncio.Task[None]] = field(default_factory=dict)
-    orders: set[asyncio.Task[Any]] = field(default_factory=set)
     dropped: int = 0
     lent_bytes: int = 0
     memory: ClientMemory = field(init=False)
@@ -112,7 +110,6 @@ class ServedStore:
             namespaces=tuple(texts),
             slab_bytes=self.slab_bytes,
             alone=not tiers.below,
-            verbs=True,
         )
 
     def report(self, number: int, tenant: str) -> StatsReport:

@@ -236,8 +236,8 @@ class StoreServer(AsyncWith):
         while self._windows:
             # Its memory may be freed once nothing here refers to it.
             await self._windows.pop().close()
-        while under_way := (*self._served.clients.values(), *self._served.orders):
-            await asyncio.wait(under_way)
+        while serving := tuple(self._served.clients.values()):
+            await asyncio.wait(serving)
         self._served.access.servers.discard(self.close)
         self._stopped.set()
 
@@ -275,11 +275,6 @@ class StoreServer(AsyncWith):
 
     def _gone(self, client: ClientSession, _: asyncio.Task[None]) -> None:
         del self._served.clients[client]
-
-
-def served_by(server: StoreServer) -> ServedStore:
-    """Return the shared state of a server's sessions, for this room's code."""
-    return server._served  # noqa: SLF001 - of this file
 
 
 def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:

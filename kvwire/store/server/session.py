@@ -52,14 +52,7 @@ from kvwire.store.operations.get import GetOperation
 from kvwire.store.operations.group_request import ImageRequest
 from kvwire.store.operations.put import NO_SLOTS, PutOperation
 from kvwire.store.operations.verbs import carry_out
-from kvwire.store.placement import (
-    READING,
-    BlockState,
-    Placement,
-    Verb,
-    VerbKind,
-    all_placed,
-)
+from kvwire.store.placement import BlockState, Placement, VerbKind, all_placed
 from kvwire.store.server.messages import (
     TAG,
     VERSIONS,
@@ -71,7 +64,6 @@ from kvwire.store.server.messages import (
     Flush,
     Found,
     Get,
-    Pin,
     Put,
     ServerMessage,
     Stats,
@@ -225,7 +217,7 @@ class ClientSession:
             case Stats():
                 report = self._served.report(request.number, self._tenant)
                 return self._send(report)
-            case Flush() | Delete() | Pin() | Apply():
+            case Flush() | Delete() | Apply():
                 return self._do(request)
             case StoreHello():
                 raise UsageError("the client sent a second hello")
@@ -501,40 +493,26 @@ class ClientSession:
         finally:
             await drain_or_abort(sent, self._connection)
 
-    async def _do(self, request: Flush | Delete | Pin | Apply) -> None:
+    async def _do(self, request: Flush | Delete | Apply) -> None:
         if isinstance(request, Apply):
             await self._send(await self._placed(request))
         else:
             await self._send(await self._done(request))
 
-    async def _done(self, request: Flush | Delete | Pin) -> StoreDone:
+    async def _done(self, request: Flush | Delete) -> StoreDone:
         """Execute a request; the answer has the reason if it failed."""
         if self._served.read_only:
             # Nothing was put through this server, so there is nothing to flush.
             reason = "" if isinstance(request, Flush) else _READ_ONLY
             return StoreDone(request.number, reason=reason)
         try:
-            match request:
-                case Flush():
-                    await self._store.flush()
-                case Delete():
-                    deleted = await self._delete(request)
-                    return StoreDone(request.number, deleted=deleted)
-                case Pin():
-                    # From clients that are older than verbs.
-                    keys = request.names.keys_of(self._tenant)
-                    kind = VerbKind.PIN if request.pinned else VerbKind.UNPIN
-                    done = np.zeros(keys.size, np.bool_)
-                    for which, namespace in self._tiers.by_namespace(keys):
-                        part = await self._tiers.apply(
-                            Verb(kind), namespace, keys[which]
-                        )
-                        done[which] = part.done
-                    results = np.where(done, LANDED, MISSING)
-                    return StoreDone.of(request.number, results)
+            if isinstance(request, Flush):
+                await self._store.flush()
+                return StoreDone(request.number)
+            deleted = await self._delete(request)
+            return StoreDone(request.number, deleted=deleted)
         except (OSError, UsageError) as exc:
             return StoreDone(request.number, reason=sayable(error_text(exc)))
-        return StoreDone(request.number)
 
     async def _placed(self, request: Apply) -> VerbDone:
         """Execute a verb; the answer has the reason if it was refused."""
@@ -545,18 +523,15 @@ class ClientSession:
 
     async def _placement(self, request: Apply) -> Placement:
         verb = request.asked
-        tenant = self._tenant or request.tenant
-        hashes = [key[DIGEST_BYTES:] for key in request.names.keys_of("").tolist()]
-        if self._served.read_only and verb.kind not in READING:
-            return all_placed(len(hashes), BlockState.REFUSED, _READ_ONLY)
+        if self._served.read_only and verb.kind is not VerbKind.PREFETCH:
+            return all_placed(len(request.names), BlockState.REFUSED, _READ_ONLY)
         text = request.namespace
-        named = request.tenant if text is None else text.tenant
-        if self._tenant and named not in ("", self._tenant):
-            raise UsageError(_not_another(self._tenant, named))
-        namespaces = self._tiers.of_tenant(tenant)
-        if text is not None:
-            namespaces = [namespace_told(text, self._tenant)]
-        return await carry_out(self._tiers, verb, namespaces, hashes)
+        if self._tenant and text.tenant not in ("", self._tenant):
+            raise UsageError(_not_another(self._tenant, text.tenant))
+        hashes = [key[DIGEST_BYTES:] for key in request.names.keys_of("").tolist()]
+        namespace = namespace_told(text, self._tenant)
+        self._tiers.tenants.require(namespace.tenant)
+        return await carry_out(self._tiers, verb, [namespace], hashes)
 
     async def _delete(self, request: Delete) -> int:
         """Delete blocks; return their number, or 0 if the request named them."""

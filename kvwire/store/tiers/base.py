@@ -45,7 +45,7 @@ import enum
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable
 from itertools import repeat
 from time import monotonic
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
@@ -71,13 +71,7 @@ from kvwire.store.limits import (
     STORE_TOUCHES_MAX,
 )
 from kvwire.store.namespace import ABSENT, Namespace
-from kvwire.store.placement import (
-    BlockState,
-    Placement,
-    Placing,
-    Verb,
-    VerbKind,
-)
+from kvwire.store.placement import BlockState, Placement, Placing, Verb, VerbKind
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
@@ -217,8 +211,7 @@ class TenantUse(msgspec.Struct, array_like=True, frozen=True, gc=False):
     Attributes:
         used_bytes: Bytes of its blocks.
         quota_bytes: The limit of ``used_bytes``; 0 if the tenant has no limit.
-        pinned_bytes: Bytes of its blocks that are pinned, or retained with a higher
-            priority than usual.
+        pinned_bytes: Bytes of its blocks that are pinned.
         evicted_blocks: Its blocks that were evicted, for its own or others' blocks.
     """
 
@@ -245,8 +238,7 @@ def uses_of(index: Index) -> tuple[TenantUse, ...]:
     index.end_late()
     quotas = index.shares.quota_bytes
     bounded = np.where(quotas == STORE_TIER_BYTES_MAX, 0, quotas)
-    pinned = index.kept_bytes + index.retained_bytes
-    columns = (index.used_bytes, bounded, pinned, index.evicted_blocks)
+    columns = (index.used_bytes, bounded, index.kept_bytes, index.evicted_blocks)
     return tuple(map(TenantUse, *(column.tolist() for column in columns)))
 
 
@@ -305,7 +297,6 @@ class Tier(ABC):
         asks: Whether ``find`` and ``holds`` need a round trip at the moment.
         at_once_bytes: Images of up to this many bytes are copied in one turn of the
             loop, and not touched at any other time.
-        owned: Whether only this store uses its blocks, and so may drop some of them.
         lossy: The codec with which it stores blocks, if that is lossy; else empty.
         mapped: Access to its blocks, if they can be read in place at the moment.
     """
@@ -314,7 +305,6 @@ class Tier(ABC):
     reason: str = ""
     asks: bool = False
     at_once_bytes: int = 0
-    owned: bool = False
     lossy: str = ""
     mapped: HostBlocks | None = None
 
@@ -452,14 +442,11 @@ class Tier(ABC):
         """
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
-        """Execute a verb on blocks of a namespace; each key occurs once.
-
-        A tier gets only verbs for its own blocks. ``DEMOTE`` asks it to drop blocks
-        that a lower tier has by now; it keeps blocks that are in use or pinned.
+        """Pin, unpin or prefetch blocks of a namespace here; each key occurs once.
 
         Returns:
-            The result of each block. This class locates blocks, and refuses other
-            verbs.
+            The result of each block. This class has prefetched the blocks that are
+            here, and refuses to pin and unpin.
 
         Cancel safety: safe, it may be called again.
         """
@@ -467,18 +454,12 @@ class Tier(ABC):
         placing = Placing(keys.size)
         if self.reason:
             placing.rule(~here, BlockState.DEFERRED, f"{self.name}: {self.reason}")
-        if verb.kind is VerbKind.LOCATE:
-            placing.held[self.name] = here
-        if verb.kind in (VerbKind.LOCATE, VerbKind.PREFETCH):
+        if verb.kind is VerbKind.PREFETCH:
             placing.rule(here, BlockState.DONE)
         else:
             why = f"{self.name} cannot {verb.kind.name.lower()} blocks"
             placing.rule(here, BlockState.REFUSED, why)
         return placing.end()
-
-    def nodes(self) -> Mapping[str, Tier]:
-        """Return the reachable nodes of a tier on many nodes, by name."""
-        return {}
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
         """Return each tenant's use by number; empty if tenants have no bounds."""

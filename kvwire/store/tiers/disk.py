@@ -40,13 +40,7 @@ from kvwire.store.images import Sums, image_sums, images_in, named_sums, views_o
 from kvwire.store.index import Index
 from kvwire.store.keys import Keys, Orders, once
 from kvwire.store.namespace import ABSENT, DIGEST_BYTES, Namespace
-from kvwire.store.placement import (
-    BlockState,
-    Placement,
-    Placing,
-    Verb,
-    VerbKind,
-)
+from kvwire.store.placement import BlockState, Placement, Placing, Verb, VerbKind
 from kvwire.store.tenants import Tenants
 from kvwire.store.threads import Threads
 from kvwire.store.tiers.base import (
@@ -87,7 +81,6 @@ class DiskTier(CodedTier):
 
     durable = True
     slotted = True
-    owned = True
     at_once_bytes = _AT_ONCE_BYTES
 
     def __init__(
@@ -324,14 +317,9 @@ class DiskTier(CodedTier):
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
         """See Tier. Pins are stored on the disk too; if that fails, nothing changes."""
-        match verb.kind:
-            case VerbKind.PIN | VerbKind.UNPIN:
-                return await run_to_completion(self._pin(verb, keys))
-            case VerbKind.RETAIN:
-                return self._index.apply(verb, keys)
-            case VerbKind.DEMOTE:
-                return self._let_go(keys)
-        return await super().apply(verb, namespace, keys)
+        if verb.kind is VerbKind.PREFETCH:
+            return await super().apply(verb, namespace, keys)
+        return await run_to_completion(self._pin(verb, keys))
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
         return uses_of(self._index)
@@ -414,20 +402,6 @@ class DiskTier(CodedTier):
                 placing.rule(here, BlockState.DEFERRED, f"{self.name}: {self.error}")
                 return placing.end()
             return placement or self._index.apply(verb, keys)
-
-    def _let_go(self, keys: Keys) -> Placement:
-        """Evict blocks now, unless they are in use or pinned."""
-        placing = Placing(keys.size)
-        slots = self._index.find(keys)
-        here = (slots >= 0).nonzero()[0]
-        named = keys[here], slots[here]
-        self._index.pin(*named)
-        gone = self._index.drop(*named, evicted=True)
-        placing.rule(here[gone], BlockState.DONE)
-        placing.rule(
-            here[~gone], BlockState.DEFERRED, f"{self.name}: it is in use or pinned"
-        )
-        return placing.end()
 
     async def _look(self, namespace: Namespace, keys: Keys) -> Bits:
         """Wait for running writes of these blocks; return which are held.

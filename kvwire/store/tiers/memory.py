@@ -238,21 +238,6 @@ class MemoryTier:
         known = [one.of_namespace(digest) for one in (*self._busy, self.index)]
         return np.concatenate(known)
 
-    def let_go(self, keys: Keys) -> Bits:
-        """Evict blocks now, unless they are in use or pinned.
-
-        Returns:
-            Which blocks are not here any more.
-        """
-        slots = self.index.find(keys)
-        gone = slots < 0
-        here = (~gone).nonzero()[0]
-        named = keys[here], slots[here]
-        self.index.pin(*named)
-        gone[here] = self.index.drop(*named, evicted=True)
-        self._notify()
-        return gone
-
     def has_any(self, keys: Keys) -> bool:
         """Return whether any of these blocks is here or arriving."""
         here = (self.index.find(keys) >= 0) | self.in_flight.busy(keys)

@@ -37,13 +37,7 @@ from kvwire.store.limits import (
     STORE_TOUCHES_S,
 )
 from kvwire.store.namespace import ABSENT, UNKNOWN, Namespace
-from kvwire.store.placement import (
-    BlockState,
-    Placement,
-    Placing,
-    Verb,
-    VerbKind,
-)
+from kvwire.store.placement import BlockState, Placement, Placing, Verb
 from kvwire.store.server.client import ActiveConnection, StoreClient
 from kvwire.store.server.messages import (
     Delete,
@@ -53,7 +47,6 @@ from kvwire.store.server.messages import (
     Get,
     Names,
     NamespaceText,
-    Pin,
     Put,
     StoreDone,
     Touch,
@@ -193,22 +186,19 @@ class RemoteTier(Tier):
     async def delete(self, keys: Keys) -> None:
         """Delete blocks of this client's tenant."""
         for which in _by_width(keys):
-            await self._asked_for(Delete, Names.of(keys[which]))
+            await self._delete(Names.of(keys[which]))
 
     async def delete_namespace(self, digest: bytes) -> None:
-        await self._asked_for(Delete, None, digest)
+        await self._delete(None, digest)
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
         """See Tier. A prefetch copies blocks into the server's own memory."""
-        active = self._client.active
-        if active is not None and not active.welcome.verbs:
-            return await self._apply_before_verbs(verb, namespace, keys)
         placing = Placing(keys.size)
         text = text_of(namespace)
         for which in _by_width(keys):
             names = Names.of(keys[which])
             try:
-                told = await self._client.now().apply(verb, names, namespace=text)
+                told = await self._client.now().apply(verb, names, text)
             except UsageError as exc:
                 placing.rule(which, BlockState.REFUSED, f"{self.name}: {exc}")
             except KVWireError as exc:
@@ -216,34 +206,6 @@ class RemoteTier(Tier):
                 placing.rule(which, BlockState.DEFERRED, why)
             else:
                 placing.place(which, told)
-        held = {f"{self.name} {name}": bits for name, bits in placing.held.items()}
-        placing.held = held
-        return placing.end()
-
-    async def _apply_before_verbs(
-        self, verb: Verb, namespace: Namespace, keys: Keys
-    ) -> Placement:
-        """Pin, unpin and locate blocks at a server that is too old for verbs."""
-        pins = verb.kind is VerbKind.PIN and not verb.ttl_s
-        if not (pins or verb.kind is VerbKind.UNPIN):
-            told = await super().apply(verb, namespace, keys)
-            placing = Placing(keys.size)
-            placing.place(slice(None), told)
-            what = verb.kind.name.lower()
-            why = f"{self.name} is an older server, which cannot {what} blocks"
-            if verb.ttl_s:
-                why += " for a time"
-            placing.rule(told.refused, BlockState.REFUSED, why)
-            return placing.end()
-        placing = Placing(keys.size)
-        for which in _by_width(keys):
-            try:
-                done = await self._asked_for(Pin, Names.of(keys[which]), pins)
-            except OSError as exc:
-                placing.rule(which, BlockState.DEFERRED, str(exc))
-                continue
-            if done.table.size == which.size:
-                placing.rule(which[done.table == LANDED], BlockState.DONE)
         return placing.end()
 
     def namespaces(self) -> Iterable[Namespace]:
@@ -288,16 +250,16 @@ class RemoteTier(Tier):
 
     # --- inside -----------------------------------------------------------------------
 
-    async def _asked_for(self, kind: type[Delete | Pin], *fields: Any) -> StoreDone:
-        """Send a delete or pin, and return the answer."""
+    async def _delete(self, names: Names | None, digest: bytes = b"") -> None:
+        """Let the server delete blocks."""
         try:
             active = self._client.now()
-            done = await active.call(kind(next(active.numbers), *fields), StoreDone)
+            delete = Delete(next(active.numbers), names, digest)
+            done = await active.call(delete, StoreDone)
         except KVWireError as exc:
             raise OSError(f"{self.name}: {error_text(exc)}") from exc
         if done.reason:
             raise OSError(f"{self.name}: {done.reason}")
-        return done
 
     def _changed(self) -> None:
         """React to a connection, a mapping or a loss of the server."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -197,9 +197,6 @@ class ShardedTier(Tier):
         ):
             placing.better(which, part, verb)
         return placing.end()
-
-    def nodes(self) -> Mapping[str, Tier]:
-        return {node.name: node.tier for node in self._asked()}
 
     def namespaces(self) -> Iterable[Namespace]:
         return [one for node in self._asked() for one in node.tier.namespaces()]

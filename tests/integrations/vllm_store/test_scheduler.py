@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvwire.integrations.vllm_store.scheduler import StoreScheduler
-from kvwire.store.order import VerbOrder
+from kvwire.kv.hashing import HashScheme, salt_of
 from tests.support.engines import fakes
 from tests.support.engines.fakes import BLOCK_TOKENS, Cached, New, Output
 
@@ -41,11 +41,8 @@ class Store:
 
 def hashes_of(request: Request) -> list[bytes]:
     """The names of its blocks for somebody who has only its tokens and its salt."""
-    return VerbOrder(
-        tokens=list(request.all_token_ids),
-        block_tokens=BLOCK_TOKENS,
-        cache_salt=getattr(request, "cache_salt", None) or "",
-    ).named()
+    salt = salt_of(["", getattr(request, "cache_salt", None) or ""])
+    return HashScheme(BLOCK_TOKENS).block_hashes(request.all_token_ids, salt=salt)
 
 
 @pytest.mark.parametrize("salt", [None, "mine"])

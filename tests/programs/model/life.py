@@ -203,44 +203,31 @@ class Life:
         assert self._tier is not None
         before, evicted = set(self.shadow.sure), self._evicted
         unpinned = self.shadow.pinned - set(blocks)
-        if verb in (VerbKind.PIN, VerbKind.UNPIN):
+        if verb is not VerbKind.PREFETCH:
             # Until it has returned they may be pinned or not.
             self.shadow.pinned = unpinned
         call = getattr(self._store, verb.name.lower())
         options: dict[str, object] = {}
-        if verb in (VerbKind.PIN, VerbKind.RETAIN):
+        if verb is VerbKind.PIN:
             options["ttl_s"] = ttl_s or None
-        if verb is VerbKind.RETAIN:
-            options["priority"] = 80
-        if verb is VerbKind.PREFETCH:
-            options["tier"] = "memory"
         hashes, cache = [one.hash for one in blocks], Cache.empty(blocks[0].kind, 1)
         tenant = tenant_of(blocks[0].kind)
         told = await call(hashes, cache.paged, tenant=tenant, **options)
         keys = as_keys(block.key for block in blocks)
         memory, disk = inside.tiers(self._store).memory.index, self._tier._index
         slots = memory.find(keys), disk.find(keys)
-        here, below = slots[0] >= 0, slots[1] >= 0
         kept = [
             (at >= 0) & index._kept[at]
             for at, index in zip(slots, (memory, disk), strict=True)
         ]
         right = {
-            VerbKind.LOCATE: here | below,
-            VerbKind.PREFETCH: here,
-            VerbKind.DEMOTE: below & ~here,
+            VerbKind.PREFETCH: slots[0] >= 0,
             VerbKind.PIN: kept[0] | kept[1],
             VerbKind.UNPIN: ~(kept[0] | kept[1]),
-            VerbKind.RETAIN: here | below,
         }[verb]
         if (wrong := told.done & ~right).any():
             named = self._named(blocks, wrong)
             raise Wrong("failed", f"{verb.name}: done, and not so: {named}")
-        if verb is VerbKind.LOCATE and list(map(list, told.held.values())) != [
-            list(here),
-            list(below),
-        ]:
-            raise Wrong("misplaced", "a block is located elsewhere than it is")
         # Where there are several sizes, one without a slab takes that of pinned blocks.
         if verb is VerbKind.PIN and len(set(map(size_of, self.room.kinds))) == 1:
             sure = zip(blocks, kept[1], strict=True)

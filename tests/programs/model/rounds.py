@@ -169,9 +169,8 @@ class Round:
             await self._verb()
 
     async def _verb(self) -> None:
-        """Move, protect or look for some blocks, as one of the verbs does."""
-        verbs = [verb for verb in VerbKind if verb is not VerbKind.MOVE]
-        verb = self._draw.choice(verbs)
+        """Prefetch, pin or unpin some blocks."""
+        verb = self._draw.choice(list(VerbKind))
         self.counts[verb.name.lower()] += 1
         await self.life.apply(verb, self._blocks(), self._draw.choice((0, TTL_S // 2)))
 

@@ -51,7 +51,6 @@ REQUESTS: list[messages.AnyRequest] = [
     messages.Stats(3),
     messages.Delete(4, NAMES),
     messages.Delete(5, None, NAMESPACE.digest, "x"),
-    messages.Pin(6, NAMES, pinned=True),
 ]
 
 

@@ -468,7 +468,6 @@ async def test_read_only() -> None:
                     messages.Delete(2, names(hashes)),
                     messages.Delete(3, None, NAMESPACE.digest),
                     messages.Delete(4, None),
-                    messages.Pin(5, names(hashes), pinned=True),
                 ):
                     done = await liar.ask(request)
                     assert done.number == request.number

@@ -15,11 +15,9 @@ from kvwire.config import Config
 from kvwire.errors import KVWireError
 from kvwire.security.keys import write_key_file
 from kvwire.store.server.client import ask_report, delete_all
-from kvwire.store.server.messages import Delete, Names, Pin
-from kvwire.store.server.orders import OrderRefused, StoreOrders
-from kvwire.store.server.server import served_by
-from kvwire.types import HttpClient
+from kvwire.store.server.messages import Delete
 from tests.store.server.test_server import where
+from tests.support import inside
 from tests.support.caches import Filled, chain
 from tests.support.certificates import FAR, NEAR, Authority
 from tests.support.inside import mapped
@@ -186,14 +184,9 @@ async def test_who_is_accepted_but_unknown_is_not_the_operator(tmp_path: Path) -
             store, "127.0.0.1:0", **authority.config(FAR, "Ops.Example")
         ) as server,
     ):
-        served, orders = served_by(server), StoreOrders(server)
+        served = inside.served(server)
         assert served.proved("ops.example") == ""
         assert served.proved("else.example") is None
-        client = HttpClient("127.0.0.1", "ops.example")
-        assert orders.reader({}, client) == ""
-        with pytest.raises(OrderRefused, match="neither a tenant nor") as refused:
-            orders.reader({}, HttpClient("127.0.0.1", "else.example"))
-        assert refused.value.status == 403
 
 
 async def test_every_certificate_is_the_operators_if_all_may_connect(
@@ -203,7 +196,7 @@ async def test_every_certificate_is_the_operators_if_all_may_connect(
         BlockStore.open(["memory:1MiB"], tenants=["x"]) as store,
         StoreServer(store, "127.0.0.1:0", **Authority(tmp_path).config(FAR)) as server,
     ):
-        assert served_by(server).proved("else.example") == ""
+        assert inside.served(server).proved("else.example") == ""
 
 
 async def test_a_key_that_is_replaced_too_early_does_not_prove_the_operator(
@@ -255,4 +248,3 @@ async def test_keys_that_prove_nothing_are_refused(
 def test_a_request_without_a_subject_is_none() -> None:
     with pytest.raises(ValueError, match="digest"):
         Delete(1, None, b"short")
-    assert Pin(1, Names(20, bytes(20)), pinned=True).pinned

@@ -19,7 +19,7 @@ from kvwire.store.keys import Keys, as_keys
 from kvwire.store.limits import STORE_UNASKED_BYTES
 from kvwire.store.server import messages
 from kvwire.store.tiers.remote import RemoteTier
-from tests.store.contract import tier_of
+from tests.store.contract import in_memory, tier_of
 from tests.store.files import Faults, disk, store_on
 from tests.store.server_child import serving
 from tests.support import inside
@@ -258,7 +258,7 @@ async def test_blocks_that_a_server_has_in_memory_only_are_put_again(
         outcome = await one.put(hashes, source.cache, range(COUNT))
         assert len(outcome.missing) == COUNT
         faults.failing.clear()
-        assert (await stored.locate(hashes)).complete
+        assert in_memory(stored, hashes) == [True] * COUNT
         assert await other.match(hashes, source.cache) == COUNT
         assert (await other.put(hashes, source.cache, range(COUNT))).complete
         assert (await below.holds(keys_of(stored, hashes))).all()
@@ -315,7 +315,7 @@ async def test_what_a_servers_disk_has_evicted_is_written_back(
         async with BlockStore.open(tiers) as one:
             assert (await one.put(hashes, source.cache, range(count))).complete
         keys = keys_of(stored, hashes)
-        assert below._let_go(keys).complete
+        await below.delete(keys)
         async with BlockStore.open(tiers, write="back") as other:
             into = Filled(64, spec).cache
             assert (await other.get(hashes, into, range(count))).complete

@@ -61,7 +61,6 @@ CHECKS = (
         beyond=(
             "tests/programs/bench/",
             "tests/programs/soak/",
-            "tests/programs/torture/",
             "tests/support/proxy.py",
             "packages/certify/tests/plants.py",
         ),
