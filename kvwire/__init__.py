@@ -67,10 +67,10 @@ if TYPE_CHECKING:
     from kvwire.endpoint.remote_window import RemoteWindow
     from kvwire.endpoint.request import Request
     from kvwire.endpoint.snapshot import (
+        CallSnapshot,
         ConnectionSnapshot,
+        PartSnapshot,
         Snapshot,
-        StoreCallSnapshot,
-        StoreSnapshot,
         TransferSnapshot,
     )
     from kvwire.engine.ends import (
@@ -102,6 +102,7 @@ __all__ = [
     "BlockPool",
     "BlockState",
     "BlockStore",
+    "CallSnapshot",
     "Candidate",
     "ClosedOK",
     "Communicator",
@@ -132,6 +133,7 @@ __all__ = [
     "Outcome",
     "Outgoing",
     "PagedCache",
+    "PartSnapshot",
     "Peer",
     "PeerCancelled",
     "PeerError",
@@ -149,10 +151,8 @@ __all__ = [
     "RequestError",
     "Snapshot",
     "StaleRegion",
-    "StoreCallSnapshot",
     "StoreRequest",
     "StoreServer",
-    "StoreSnapshot",
     "Timings",
     "TransferSnapshot",
     "TransportReport",
@@ -174,8 +174,8 @@ _HOMES: Final = {
     "Connection": "kvwire.endpoint.connection",
     "ConnectionSnapshot": "kvwire.endpoint.snapshot",
     "Snapshot": "kvwire.endpoint.snapshot",
-    "StoreCallSnapshot": "kvwire.endpoint.snapshot",
-    "StoreSnapshot": "kvwire.endpoint.snapshot",
+    "CallSnapshot": "kvwire.endpoint.snapshot",
+    "PartSnapshot": "kvwire.endpoint.snapshot",
     "TransferSnapshot": "kvwire.endpoint.snapshot",
     "Engine": "kvwire.engine.engine",
     "EngineIncoming": "kvwire.engine.ends",

@@ -12,7 +12,7 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
@@ -94,42 +94,42 @@ class ConnectionSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreCallSnapshot:
-    """Shows one running put or get of a store.
+class CallSnapshot:
+    """Shows one running call of a part.
 
     Attributes:
-        verb: ``"put"`` or ``"get"``.
-        blocks: The number of blocks.
+        text: The call, such as ``"get of 12 blocks"``.
         age_s: Seconds since the call.
     """
 
-    verb: str
-    blocks: int
+    text: str
     age_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSnapshot:
-    """Shows one store of the same event loop.
+class PartSnapshot:
+    """Shows something that stands on kvwire on the same event loop, such as a store.
 
     Attributes:
-        name: Its tiers.
-        calls: The running puts and gets, oldest first.
-        pinned_blocks: Slots of the memory tier that may not be evicted now.
+        kind: Its kind in one word, such as ``"store"``.
+        name: Its name.
+        calls: Its running calls, oldest first.
+        summary: Its most important numbers, in words.
         counters: Its counters, by their names.
-        trouble: The last failure of each tier; tiers without one are left out.
+        trouble: The last failure of each of its members; empty if there is none.
     """
 
+    kind: str
     name: str
-    calls: tuple[StoreCallSnapshot, ...]
-    pinned_blocks: int
-    counters: dict[str, int]
-    trouble: dict[str, str]
+    calls: tuple[CallSnapshot, ...] = ()
+    summary: str = ""
+    counters: dict[str, int] = field(default_factory=dict)
+    trouble: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Shows the open objects of a communicator, and the stores on its loop.
+    """Shows the open objects of a communicator, and the other parts of its loop.
 
     Attributes:
         name: The name of the communicator.
@@ -141,7 +141,7 @@ class Snapshot:
         open_connections: The number of connections.
         open_transfers: The number of open transfers.
         asked: Transfer ids that peers requested but this side has not offered.
-        stores: The stores on the same event loop.
+        parts: What stands on kvwire on the same event loop, such as stores.
         quarantined_bytes: Bytes that a transport may still touch although their
             requests have ended.
         counters: The counters of the communicator, by their names.
@@ -156,30 +156,30 @@ class Snapshot:
     open_connections: int
     open_transfers: int
     asked: tuple[str, ...]
-    stores: tuple[StoreSnapshot, ...]
+    parts: tuple[PartSnapshot, ...]
     quarantined_bytes: int
     counters: dict[str, int]
 
 
-class StorePort(Protocol):
-    """The part of a store that snapshots use."""
+class Part(Protocol):
+    """The part of an object that snapshots use."""
 
-    def _snapshot(self) -> StoreSnapshot:
-        """Return a snapshot of the store."""
+    def part_snapshot(self) -> PartSnapshot:
+        """Return a snapshot of it; on its loop."""
 
 
-_Stores = weakref.WeakSet[StorePort]
+_Parts = weakref.WeakSet[Part]
 # Each loop has its own set, so no thread reads one while another one changes it.
-_stores: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Stores]
-_stores = weakref.WeakKeyDictionary()
+_parts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Parts]
+_parts = weakref.WeakKeyDictionary()
 
 
-def show_store(store: StorePort) -> None:
-    """Include a store in the snapshots of the running loop's communicators."""
-    loop = asyncio.get_running_loop()
-    if loop not in _stores:
-        _stores[loop] = weakref.WeakSet()
-    _stores[loop].add(store)
+def show_part(part: Part) -> None:
+    """Include an object in the snapshots of the running loop's communicators.
+
+    It is shown until it is collected.
+    """
+    _parts.setdefault(asyncio.get_running_loop(), weakref.WeakSet()).add(part)
 
 
 def snapshot_of(links: Links) -> Snapshot:
@@ -198,7 +198,7 @@ def snapshot_of(links: Links) -> Snapshot:
         open_connections=len(connections),
         open_transfers=len(registry.live),
         asked=tuple(printable(name) for name in asked),
-        stores=tuple(store._snapshot() for store in _stores.get(services.loop, ())),
+        parts=tuple(part.part_snapshot() for part in _parts.get(services.loop, ())),
         quarantined_bytes=services.buffers.quarantined_bytes,
         counters=msgspec.structs.asdict(services.counters),
     )

@@ -221,7 +221,7 @@ def process_tables(
         waits_table(_waits(found)),
         _processes(found, before),
         _transfers(found),
-        _stores(found),
+        _parts(found),
         _connections(found),
     )
 
@@ -263,15 +263,15 @@ def _waits(found: Sequence[Snapshot]) -> Iterator[Wait]:
                 transfer.waits_for + more,
                 alarm=not silent.isdisjoint(transfer.peers),
             )
-        for store in one.stores:
-            trouble = [f"{tier}: {reason}" for tier, reason in store.trouble.items()]
-            for call in store.calls:
+        for part in one.parts:
+            trouble = [f"{name}: {reason}" for name, reason in part.trouble.items()]
+            for call in part.calls:
                 yield Wait(
                     one.name,
-                    f"the store {store.name}",
-                    f"a {call.verb} of {call.blocks:,} blocks",
+                    f"the {part.kind} {part.name}",
+                    call.text,
                     call.age_s,
-                    "; ".join(trouble) or "the blocks are being moved",
+                    "; ".join(trouble) or "it is under way",
                     alarm=bool(trouble),
                 )
         for name in one.asked:
@@ -360,34 +360,30 @@ def _transfers(found: Sequence[Snapshot]) -> TopTable:
     )
 
 
-def _stores(found: Sequence[Snapshot]) -> TopTable:
+def _parts(found: Sequence[Snapshot]) -> TopTable:
     rows: list[Row] = []
     for one in found:
-        for row in one.stores:
-            calls = ", ".join(f"{c.verb} {c.age_s:.1f} s" for c in row.calls[:3])
-            trouble = "; ".join(row.trouble.values())
+        for part in one.parts:
+            calls = ", ".join(f"{c.text} {c.age_s:.1f} s" for c in part.calls[:3])
+            trouble = "; ".join(part.trouble.values())
             made = Row.of(
-                f"{one.incarnation} {row.name}",
+                f"{one.incarnation} {part.kind} {part.name}",
                 one.name,
-                row.name,
+                f"{part.kind} {part.name}",
                 calls or "-",
-                str(row.pinned_blocks),
-                str(row.counters["hit_blocks"]),
-                str(row.counters["missed_blocks"]),
+                part.summary,
                 Marked(trouble, alarm=bool(trouble)),
             )
             rows.append(made)
     return TopTable(
-        "stores",
-        "Stores",
+        "parts",
+        "Stores and other parts",
         (
             Column("process"),
-            Column("store"),
-            Column("calls", "the oldest running puts and gets"),
-            Column("pinned", "blocks that may not be evicted now", number=True),
-            Column("hits", "blocks that gets have found", number=True),
-            Column("misses", "blocks that gets have not found", number=True),
-            Column("trouble", "the last failure of a tier"),
+            Column("part"),
+            Column("calls", "the oldest running calls"),
+            Column("so far"),
+            Column("trouble", "the last failure of a part's member"),
         ),
         tuple(rows),
     )

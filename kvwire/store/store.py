@@ -22,6 +22,7 @@ from typing import Any, Final, Literal, NamedTuple, Self, overload
 
 import msgspec
 
+from kvwire import CallSnapshot, PartSnapshot
 from kvwire.aio import (
     LoopThread,
     Opening,
@@ -29,7 +30,6 @@ from kvwire.aio import (
     start_task,
     yields_before_raising,
 )
-from kvwire.endpoint.snapshot import StoreCallSnapshot, StoreSnapshot, show_store
 from kvwire.errors import KVWireError, UsageError, nearest, with_remedy
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry
@@ -37,7 +37,7 @@ from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import KIB, SNAPSHOT_ROWS_MAX
 from kvwire.memory.device.device_copies import DeviceCopies
-from kvwire.runtime.trace_ring import RINGS
+from kvwire.spi import RINGS, show_part
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS
@@ -114,7 +114,7 @@ class BlockStore(StoreManagement):
         self._open = list(below)
         # Looked up only once, since a store call should stay cheap.
         self._logs = logger.isEnabledFor(logging.DEBUG)
-        show_store(self)
+        show_part(self)
 
     @staticmethod
     def open(
@@ -507,17 +507,25 @@ class BlockStore(StoreManagement):
             ring.note("begin", key, f"{work.blocks} blocks", work.verb)
             task.add_done_callback(lambda _: ring.note("end", key, "over", 0, ""))
 
-    def _snapshot(self) -> StoreSnapshot:
+    def part_snapshot(self) -> PartSnapshot:
         """Describe the running calls; see :meth:`kvwire.Communicator.snapshot`."""
         calls = [
-            StoreCallSnapshot(verb=work.verb, blocks=work.blocks, age_s=work.age_s)
+            CallSnapshot(
+                text=f"{work.verb} of {work.blocks:,} blocks", age_s=work.age_s
+            )
             for work in self._live.values()
         ]
-        return StoreSnapshot(
+        counters = self.counters
+        pinned = self._tiers.memory.index.pinned
+        return PartSnapshot(
+            kind="store",
             name=self.name,
             calls=tuple(calls[:SNAPSHOT_ROWS_MAX]),
-            pinned_blocks=self._tiers.memory.index.pinned,
-            counters=msgspec.structs.asdict(self.counters),
+            summary=(
+                f"{pinned:,} blocks pinned, {counters.hit_blocks:,} found, "
+                f"{counters.missed_blocks:,} not found"
+            ),
+            counters=msgspec.structs.asdict(counters),
             trouble={name: reason for name, reason in self.report.items() if reason},
         )
 

@@ -53,11 +53,11 @@ def test_a_look_at_a_process(
 def test_rates_and_trouble_are_on_the_screen() -> None:
     with kvwire.Engine(name="a\x1b[31m") as engine:
         now = engine.run(called(engine.communicator.snapshot))
-    store = kvwire.StoreSnapshot(
+    part = kvwire.PartSnapshot(
+        kind="store",
         name="memory:1MiB",
-        calls=(kvwire.StoreCallSnapshot(verb="get", blocks=1, age_s=1.5),),
-        pinned_blocks=3,
-        counters={"hit_blocks": 5, "missed_blocks": 6},
+        calls=(kvwire.CallSnapshot(text="get", age_s=1.5),),
+        summary="3 pinned",
         trouble={"disk": "full"},
     )
     fields = {name: getattr(now, name) for name in now.__dataclass_fields__}
@@ -65,7 +65,7 @@ def test_rates_and_trouble_are_on_the_screen() -> None:
     later = kvwire.Snapshot(
         **fields
         | {"at_s": now.at_s + 2, "counters": counted}
-        | {"stores": (store,), "asked": ("nobody's",)}
+        | {"parts": (part,), "asked": ("nobody's",)}
     )
     console = Console(width=150, highlight=False, color_system=None)
     with console.capture() as shown:

@@ -130,13 +130,14 @@ async def test_stores_of_the_loop_are_in_it() -> None:
         kvwire.BlockStore.open(["memory:1MiB"]) as store,
     ):
         put = store.put([b"one", b"two"], cache, [0, 1])
-        named = {s.name: s for s in communicator.snapshot().stores}
+        named = {s.name: s for s in communicator.snapshot().parts}
         (call,) = named[store.name].calls
-        assert (call.verb, call.blocks) == ("put", 2)
+        assert call.text == "put of 2 blocks"
         await put
-        named = {s.name: s for s in communicator.snapshot().stores}
+        named = {s.name: s for s in communicator.snapshot().parts}
         shown = named[store.name]
-        assert (shown.calls, shown.pinned_blocks, shown.trouble) == ((), 0, {})
+        assert (shown.calls, shown.trouble) == ((), {})
+        assert shown.summary == "0 blocks pinned, 0 found, 0 not found"
         assert shown.counters["stored_blocks"] == 2
 
 

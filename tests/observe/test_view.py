@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import kvwire
-from kvwire import ConnectionSnapshot, Snapshot, StoreSnapshot, TransferSnapshot
+from kvwire import ConnectionSnapshot, PartSnapshot, Snapshot, TransferSnapshot
 from kvwire.engine.io_thread import called
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.observe.inspect_page import InspectPage
@@ -143,18 +143,18 @@ def test_a_consumer_shows_why_its_producer_does_not_go_on() -> None:
 
 
 def test_texts_of_peers_are_printable_and_short(idle: Snapshot) -> None:
-    store = StoreSnapshot(
+    part = PartSnapshot(
+        kind="store",
         name=HOSTILE,
-        calls=(kvwire.StoreCallSnapshot(verb="get", blocks=2, age_s=1.0),),
-        pinned_blocks=0,
-        counters={"hit_blocks": 0, "missed_blocks": 0},
+        calls=(kvwire.CallSnapshot(text=HOSTILE, age_s=1.0),),
+        summary=HOSTILE,
         trouble={"disk": HOSTILE},
     )
     busy = replace(
         idle,
         name=HOSTILE,
         transfers=(transfer(1, id=HOSTILE, peers=(HOSTILE,), waits_for=HOSTILE),),
-        stores=(store,),
+        parts=(part,),
         asked=("x" * NAME_CHARS_MAX,),
     )
     view = process_view([busy], [], [HOSTILE])

@@ -31,6 +31,7 @@ from kvwire.errors import (
     UsageError,
     error_text,
 )
+from kvwire.spi import common_version, version_mismatch
 from kvwire.store.host_blocks import HostBlocks
 from kvwire.store.limits import (
     STORE_GRACE_S,
@@ -62,7 +63,6 @@ from kvwire.store.server.messages import (
     decode_reply,
     encode,
 )
-from kvwire.wire.handshake_messages import common_version, version_mismatch
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 

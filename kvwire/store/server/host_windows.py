@@ -18,8 +18,8 @@ import numpy as np
 
 import kvwire
 from kvwire.aio import gather_all
-from kvwire.endpoint.remote_window import memory_here
 from kvwire.errors import UsageError
+from kvwire.spi import memory_here
 from kvwire.store.host_blocks import HostBlocks
 from kvwire.store.limits import STORE_LOOK_S, STORE_LOOK_S_MAX
 

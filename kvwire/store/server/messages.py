@@ -40,6 +40,7 @@ from kvwire.errors import UsageError, sayable, shown
 from kvwire.kv.blocks import all_of
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import NAME_CHARS_MAX, REASON_CHARS_MAX, REQUEST_BYTES_MAX
+from kvwire.spi import DECODE_ERRORS, VersionRange
 from kvwire.store.counters import StoreCounters
 from kvwire.store.keys import Keys, Orders, as_keys
 from kvwire.store.limits import (
@@ -66,8 +67,6 @@ from kvwire.store.namespace import (
 )
 from kvwire.store.placement import BlockState, Placement, Verb, VerbKind
 from kvwire.store.tiers.base import BlockResult, BlockResults, TenantUse, TierStats
-from kvwire.wire.control import DECODE_ERRORS
-from kvwire.wire.handshake_messages import VersionRange
 
 TAG: Final = int.from_bytes(b"kv-store", "big")
 """The tag of every message, in both directions."""

@@ -40,6 +40,7 @@ from kvwire.errors import BackendUnavailable, ClosedOK, UsageError
 from kvwire.limits import EAGER_BYTES_MAX, GIB, REQUEST_BYTES_MAX
 from kvwire.security.keys import load_keys, read_key_file
 from kvwire.security.tls import folded
+from kvwire.spi import key_id
 from kvwire.store.limits import (
     STORE_BERTH_BYTES,
     STORE_BERTHS,
@@ -56,7 +57,6 @@ from kvwire.store.server.session import ClientSession
 from kvwire.store.store import BlockStore, access_to
 from kvwire.store.tenants import Tenant
 from kvwire.types import Address, TrustMode
-from kvwire.wire.handshake_messages import key_id
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 

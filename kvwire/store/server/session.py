@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvwire.aio import start_task
-from kvwire.endpoint.request import Request, succeeded, when_released
 from kvwire.errors import (
     ConnectionClosed,
     KVWireError,
@@ -38,6 +37,7 @@ from kvwire.errors import (
 from kvwire.kv.blocks import Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import NAME_CHARS_MAX
+from kvwire.spi import common_version, succeeded, version_mismatch, when_released
 from kvwire.store.cleanup import drain_or_abort
 from kvwire.store.images import images_in, line_of, payload_of
 from kvwire.store.keys import NO_SLOT, Keys, Orders, once
@@ -86,10 +86,9 @@ from kvwire.store.tiers.base import (
     BlockResults,
 )
 from kvwire.store.tiers.slabs import rounded
-from kvwire.wire.handshake_messages import common_version, version_mismatch
 
 if TYPE_CHECKING:
-    from kvwire import Connection
+    from kvwire import Connection, Request
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 

@@ -26,6 +26,7 @@ from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.spec import KVSpec
 from kvwire.limits import NAME_CHARS_MAX
+from kvwire.spi import DECODE_ERRORS
 from kvwire.store.images import Sums
 from kvwire.store.keys import Keys, Orders, Times, as_keys
 from kvwire.store.limits import (
@@ -35,7 +36,6 @@ from kvwire.store.limits import (
 )
 from kvwire.store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire.store.tiers.slabs import GRAIN_BYTES
-from kvwire.wire.control import DECODE_ERRORS
 
 FORMAT: Final = 1
 """The format's version, for the tables and the file of images."""

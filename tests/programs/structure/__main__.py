@@ -14,7 +14,7 @@ from tests.support import tree
 # What makes a number smaller lowers its ceiling. One that becomes larger needs a reason
 # that a reviewer can disagree with.
 CEILINGS: Final = {
-    "rooms": 28,
+    "rooms": 29,
     # `kvwire doctor --vllm` judges engines as the proxy does, and both by findings of a
     # backend's kind: cli -> integrations -> backend.
     "floors": 14,
@@ -24,7 +24,7 @@ CEILINGS: Final = {
     "files of the biggest ring": 2,
     # Get and put of the three adapters of libraries that move both ways alike.
     "forwarders": 168,
-    "callbacks": 133,
+    "callbacks": 132,
     "backoffs": 4,
 }
 

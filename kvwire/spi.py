@@ -1,0 +1,43 @@
+"""What packages on kvwire use of it besides its public names.
+
+A package of this repository imports public names of kvwire, the rooms of plug-ins
+(``kvwire.kv``, ``memory``, ``backend``, ``directory``, ``security``, ``observe`` and
+the small ones below them), and these.
+
+========================  ============================================================
+``show_part``             adds an object to snapshots, and so to ``kvwire top``
+``RINGS``                 the loops whose events ``kvwire trace`` shows
+``memory_here``           the memory of a window of plain bytes, if it is mapped here
+``succeeded``             whether a request ended without an error
+``when_released``         calls back once a request's memory is free
+``common_version``        chooses a version of a protocol; ``version_mismatch`` refuses
+``key_id``                names a pre-shared key without revealing it
+``DECODE_ERRORS``         the errors of bytes that are not a message
+========================  ============================================================
+"""
+
+from kvwire.endpoint.remote_window import memory_here
+from kvwire.endpoint.request import succeeded, when_released
+from kvwire.endpoint.snapshot import Part, show_part
+from kvwire.runtime.trace_ring import RINGS
+from kvwire.wire.control import DECODE_ERRORS
+from kvwire.wire.handshake_messages import (
+    VersionRange,
+    common_version,
+    key_id,
+    version_mismatch,
+)
+
+__all__ = [
+    "DECODE_ERRORS",
+    "RINGS",
+    "Part",
+    "VersionRange",
+    "common_version",
+    "key_id",
+    "memory_here",
+    "show_part",
+    "succeeded",
+    "version_mismatch",
+    "when_released",
+]
