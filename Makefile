@@ -19,12 +19,12 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # The newest release, where it is newer than that.
 VLLM_CLASSES ?= 0.33.0
 CLASSES_STAMP := .venv-vllm-classes-$(VLLM_CLASSES)/.installed
-CLASSES_TESTS ?= tests/integrations/vllm_store/test_tier.py \
-  tests/integrations/vllm/test_interface.py tests/integrations/vllm/test_plugin.py \
-  tests/integrations/vllm/test_release.py tests/integrations/vllm/test_connector.py \
-  tests/integrations/vllm/test_caches.py tests/integrations/vllm/test_groups.py \
-  tests/integrations/vllm/test_identity.py tests/integrations/vllm/test_metadata.py \
-  tests/integrations/vllm/test_scheduler.py tests/integrations/vllm/test_worker.py
+CLASSES_TESTS ?= packages/vllm/tests/store/test_tier.py \
+  packages/vllm/tests/test_interface.py packages/vllm/tests/test_plugin.py \
+  packages/vllm/tests/test_release.py packages/vllm/tests/test_connector.py \
+  packages/vllm/tests/test_caches.py packages/vllm/tests/test_groups.py \
+  packages/vllm/tests/test_identity.py packages/vllm/tests/test_metadata.py \
+  packages/vllm/tests/test_scheduler.py packages/vllm/tests/test_worker.py
 S3_VENV := .venv-s3
 RAY_VENV := .venv-ray
 UCXX_VENV := .venv-ucxx
@@ -114,7 +114,7 @@ docs: $(STAMP)-docs
 
 # Workflows, Dockerfile and chart, by the tools of their field.
 manifests: $(STAMP)-manifests
-	$(BIN)/python -m pytest --quiet -m "" tests/deploy
+	$(BIN)/python -m pytest --quiet -m "" tests/test_manifests.py packages/vllm/tests/deploy
 
 # The newest versions of all that tests and tools need, as every clone then has them.
 lock:
@@ -145,7 +145,7 @@ demo: $(DEMO_STAMP)
 
 # The tests that need torch and transformers.
 TORCH_TESTS := tests/integrations/test_transformers.py \
-  tests/integrations/vllm/test_connector.py tests/examples/demo \
+  packages/vllm/tests/test_connector.py tests/examples/demo \
   tests/kv/test_paged.py tests/kv/test_tensors.py \
   tests/memory/test_buffers.py tests/gpu/test_all.py
 test-torch: $(TORCH_STAMP)
@@ -173,8 +173,7 @@ test-s3: $(STAMP) $(S3_VENV)/.installed
 	  $(BIN)/python -m pytest tests/store/tiers/test_s3.py $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
-VLLM_TESTS ?= tests/integrations/vllm tests/integrations/vllm_store \
-  tests/store/test_weights.py tests/programs/failover
+VLLM_TESTS ?= packages/vllm/tests tests/store/test_weights.py
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
@@ -186,19 +185,19 @@ test-vllm-classes: $(CLASSES_STAMP)
 # A router of others before real engines, in the place of the proxy: 24 MB.
 test-vllm-router: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps vllm-router==0.1.17 setproctitle orjson
-	$(VLLM_VENV)/bin/python -m pytest tests/integrations/vllm/test_engines.py \
+	$(VLLM_VENV)/bin/python -m pytest packages/vllm/tests/test_engines.py \
 	  -k router_of_others $(ARGS)
 
 # kvwire and NixlConnector on the same engines, while things go wrong. As root, on Linux.
 fault-matrix: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) nixl
-	$(VLLM_VENV)/bin/python -m tests.programs.faults $(ARGS)
+	$(VLLM_VENV)/bin/python -m packages.vllm.tests.programs.faults $(ARGS)
 
 # Real engines are killed while they stream, over one store server: what it costs the
 # streams. ARGS="--kills 200 --json build/failover.json --plot build/failover.svg"
 failover: $(VLLM_STAMP)
 	@mkdir -p build
-	$(VLLM_VENV)/bin/python -m tests.programs.failover $(ARGS)
+	$(VLLM_VENV)/bin/python -m packages.vllm.tests.programs.failover $(ARGS)
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)
@@ -263,7 +262,7 @@ $(CLASSES_STAMP): pyproject.toml
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(@D)/bin/python -m pip download --quiet --no-deps --only-binary :all: \
 	  --dest $(@D)/wheel 'vllm==$(VLLM_CLASSES)'
-	$(@D)/bin/python -m tests.programs.vllm_interface $(@D)/wheel/vllm-*.whl \
+	$(@D)/bin/python -m packages.vllm.tests.programs.interface $(@D)/wheel/vllm-*.whl \
 	  --unpack $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	rm -r $(@D)/wheel
 

@@ -16,7 +16,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command, needed_by
 from kvwire.memory.device.ops import device_errors
 from kvwire.types import Device, MemoryKind
-from tests.support.runs import python
+from tests.support.runs import WITHOUT, python
 from tests.support.tree import CODE, TESTS, sources
 
 GPU = Device(MemoryKind.CUDA, 0)
@@ -143,27 +143,8 @@ def test_a_module_that_is_not_there() -> None:
         from json import no_such_name  # type: ignore[attr-defined]  # noqa: F401
 
 
-# An interpreter in which a package cannot be found, whatever is installed.
-WITHOUT = """\
-import sys
-from importlib import import_module
-for line in sys.argv[1:]:
-    hidden, module, *names = line.split()
-    sys.modules[hidden] = None
-    try:
-        for name in names or ["__doc__"]:
-            getattr(import_module(module), name)
-    except ModuleNotFoundError as exc:
-        print(exc)
-"""
 INTEGRATIONS = (
-    "vllm kvwire.integrations.vllm KvwireConnector",
-    "vllm kvwire.integrations.vllm.connector",
-    "vllm kvwire.integrations.vllm.stats",
-    "torch kvwire.integrations.vllm KvwireConnector",
     "torch kvwire.integrations.transformers",
-    "aiohttp kvwire.integrations.vllm.proxy.client",
-    "aiohttp kvwire.integrations.vllm.proxy.app",
     "prometheus_client kvwire.observe.prometheus",
     "redis kvwire.directory.redis",
     "nats kvwire.directory.nats",
@@ -187,22 +168,8 @@ def test_an_integration_names_what_it_needs() -> None:
     """Imported without it, it says what to install."""
     done = python("-c", WITHOUT, *INTEGRATIONS, check=True)
     for line, said in zip(INTEGRATIONS, done.stdout.splitlines(), strict=True):
-        package = "(torch|vllm)" if "Connector" in line else line.split()[0]
+        package = line.split()[0]
         assert re.search(f" needs {package}.*, .* not installed: pip install .+", said)
-
-
-def test_the_proxy_without_its_packages_has_help_and_one_line() -> None:
-    """Nobody installs them to read what it does."""
-    code = (
-        "import sys; sys.modules['aiohttp'] = None\n"
-        "from kvwire.integrations.vllm.proxy.command import main\n"
-        "sys.exit(main(sys.argv[1:]))"
-    )
-    for arguments, status in (["--help"], 0), (["--decode", "http://h:1=h:2"], 1):
-        done = python("-c", code, *arguments)
-        assert done.returncode == status, done.stderr
-        assert done.stderr.count("\n") == status
-        assert "pip install" in done.stderr or not status
 
 
 def test_no_page_and_no_message_installs_what_no_index_has() -> None:

@@ -15,7 +15,6 @@ from kvwire.directory.dialable import (
     read_advertised,
     warn_of_unknown_name,
 )
-from kvwire.integrations.vllm.references import References
 from kvwire.security.keys import write_key_file
 from tests.support.logs import warned
 
@@ -56,8 +55,6 @@ def test_what_nobody_can_dial(text: str, words: str) -> None:
         check_dialable(Address.parse(text))
     with pytest.raises(UsageError, match="nobody can dial"):
         Record.decode(f'{{"name": "a", "address": "{text}"}}')
-    with pytest.raises(UsageError, match=words):
-        References([b"k" * 32], peers=[text]).check("t", [text], "")
 
 
 @pytest.mark.parametrize("text", SOMEBODY)

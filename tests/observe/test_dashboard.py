@@ -26,11 +26,11 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry, start_http_server
 
 import kvwire
-from kvwire.integrations.vllm.metrics import FIELDS, REASONS, STORE_FIELDS
-from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
-from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+from kvwire_vllm.metrics import FIELDS, REASONS, STORE_FIELDS
+from kvwire_vllm.proxy.admission import Admission, RetryBudget
+from kvwire_vllm.proxy.fleet import EngineFleet
+from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
 from tests.support.caches import Memory
 from tests.support.servers import Server
 from tests.support.tree import ROOT

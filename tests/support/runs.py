@@ -133,3 +133,18 @@ async def beside(
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.communicate()
+
+
+# An interpreter in which a package cannot be found, whatever is installed.
+WITHOUT = """\
+import sys
+from importlib import import_module
+for line in sys.argv[1:]:
+    hidden, module, *names = line.split()
+    sys.modules[hidden] = None
+    try:
+        for name in names or ["__doc__"]:
+            getattr(import_module(module), name)
+    except ModuleNotFoundError as exc:
+        print(exc)
+"""

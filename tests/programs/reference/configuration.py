@@ -8,7 +8,7 @@ import msgspec
 
 from kvwire import Config, limits
 from kvwire.config import ENVIRONMENT_PREFIX
-from kvwire.integrations.vllm.config import VllmSettings
+from kvwire_vllm.config import VllmSettings
 from tests.programs.reference.words import anchored, attributes, table
 
 _INTRODUCTION: Final = f"""\

@@ -9,10 +9,10 @@ from typing import Final
 from prometheus_client.registry import Collector
 
 import kvwire
-from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
-from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+from kvwire_vllm.proxy.admission import Admission, RetryBudget
+from kvwire_vllm.proxy.fleet import EngineFleet
+from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
 from tests.programs.reference.words import table
 
 _INTRODUCTION: Final = """\
@@ -24,9 +24,9 @@ _INTRODUCTION: Final = """\
 ```python
 from prometheus_client import REGISTRY
 
-from kvwire.integrations.vllm.proxy.admission import Admission, RetryBudget
-from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.view import ProxyCollector, ProxyState
+from kvwire_vllm.proxy.admission import Admission, RetryBudget
+from kvwire_vllm.proxy.fleet import EngineFleet
+from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 
 REGISTRY.register(CommunicatorCollector(communicator))

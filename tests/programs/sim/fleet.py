@@ -39,12 +39,12 @@ import numpy as np
 
 from kvwire.aio import end_task
 from kvwire.directory import Record
-from kvwire.integrations.vllm import announce
-from kvwire.integrations.vllm.proxy.discovery import Discovery
-from kvwire.integrations.vllm.proxy.engines import VllmEngine
-from kvwire.integrations.vllm.proxy.fleet import EngineFleet
-from kvwire.integrations.vllm.proxy.members import AllowedHosts
 from kvwire.store.tiers.sharded import placed, seed_of
+from kvwire_vllm import announce
+from kvwire_vllm.proxy.discovery import Discovery
+from kvwire_vllm.proxy.engines import VllmEngine
+from kvwire_vllm.proxy.fleet import EngineFleet
+from kvwire_vllm.proxy.members import AllowedHosts
 from tests.directory.memory import Hub, MemoryDirectory
 from tests.support import virtual_time
 

@@ -151,9 +151,9 @@ CHECKS = (
             ("kvwire/a.py", "import threading\nthreading._register_atexit(f)"),
         ],
         excused={
-            "kvwire/integrations/vllm/identity.py::_get_attn_isa": "it is vLLM's, "
+            "packages/vllm/kvwire_vllm/identity.py::_get_attn_isa": "it is vLLM's, "
             "which has no other name for it",
-            "kvwire/integrations/vllm/scheduler.py::_all_token_ids": "it is vLLM's, "
+            "packages/vllm/kvwire_vllm/scheduler.py::_all_token_ids": "it is vLLM's, "
             "which has no call that takes the last token off",
         },
     ),

@@ -1,5 +1,0 @@
-"""An OpenAI-compatible proxy in front of vLLM's prefill and decode engines.
-
-Start it with ``python -m kvwire.integrations.vllm.proxy``. docs/howto/vllm.md shows it
-with ``vllm serve``. It needs aiohttp and prometheus-client, which vLLM brings.
-"""

@@ -1,0 +1,337 @@
+"""The proxy's HTTP client for engines, and its health checks.
+
+Each engine's health is checked twice a second::
+
+    it answers            ready; it gets requests
+    it answers 5xx        failed: vLLM answers so when its engine has died
+    connection refused    down at once; running requests continue, as in a graceful stop
+    no answer for 1 s     slow: other engines are preferred. An API server that is busy
+                          with long prompts may not answer for a second or two
+    no answer for 10 s    down until it answers; its waiting requests are retried on
+                          other engines
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import io
+import os
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from kvwire.aio import end_task, start_task
+from kvwire.extras import needed_by
+from kvwire_vllm.proxy.exchange import headers_of, parser_text
+from kvwire_vllm.proxy.limits import PROXY_HEALTH_BYTES_MAX
+
+with needed_by("the proxy", command="pip install aiohttp"):
+    import aiohttp
+    from yarl import URL
+
+if TYPE_CHECKING:
+    from kvwire_vllm.proxy.engines import VllmEngine
+    from kvwire_vllm.proxy.fleet import EngineFleet
+
+PROBE_S: Final = 0.5
+# The most probes per second; with more than 100 engines, each is probed less often.
+_PROBES_PER_S: Final = 200
+SLOW_S: Final = 1.0
+SILENT_S: Final = 10.0
+# The time limit for connecting. There is none for the answer, which may take minutes to
+# begin (a queue, a long prompt).
+_CONNECT_S: Final = 5.0
+# uvicorn, which serves vLLM, closes an idle connection after 5 s. A request that is
+# sent at that moment would fail.
+_KEPT_OPEN_S: Final = 2.0
+# Statuses that can be passed on: neither a protocol switch nor an unknown number.
+_STATUSES: Final = range(200, 600)
+# Errors of this process or machine, for which no engine is at fault.
+_OURS: Final = (errno.EMFILE, errno.ENFILE)
+# How much of a library's error text is quoted.
+_QUOTED_CHARS: Final = 200
+_NO_HEADERS: Final[Mapping[str, str]] = {}
+
+
+class EngineFailed(Exception):
+    """Reports an engine that could not be reached or gave no usable answer."""
+
+    def __init__(
+        self,
+        engine: VllmEngine | None,
+        why: str,
+        status: int | None = None,
+        *,
+        silent: bool = False,
+        reached: bool = True,
+        ours: bool = False,
+    ) -> None:
+        super().__init__(f"{engine.url}: {why}" if engine else why)
+        # The engine; None if there was none to send the request to.
+        self.engine = engine
+        self.why = why  # for the client, so without the engine's address
+        self.status = status  # the answer's status; None without an answer
+        self.silent = silent  # whether it may be running but does not answer
+        # Whether it got the request, which may have caused the failure.
+        self.reached = reached
+        # Whether this process failed, for example for lack of descriptors.
+        self.ours = ours
+        self.retry_after = ""  # its Retry-After header
+
+    @property
+    def down(self) -> bool:
+        """Whether the engine should be avoided for a while."""
+        return not self.ours
+
+
+@dataclass(slots=True)
+class EngineResponse:
+    """An engine's response, whose body arrives in parts."""
+
+    engine: VllmEngine
+    status: int  # the HTTP status
+    headers: Mapping[str, str]  # with names in lower case
+    # The parts of the body; they end with :exc:`EngineFailed` if the engine breaks off.
+    parts: AsyncIterator[bytes]
+
+    async def body(self, size_max: int | None = None) -> bytes:
+        """Return the rest of the body.
+
+        Cancel safety: safe, but the part already read is lost.
+        """
+        read = bytearray()
+        async for part in self.parts:
+            read += part
+            if size_max is not None and len(read) > size_max:
+                raise EngineFailed(
+                    self.engine, f"its answer has more than {size_max} bytes"
+                )
+        return bytes(read)
+
+    @property
+    def is_error(self) -> bool:
+        """Whether the status is 400 or above."""
+        return self.status >= HTTPStatus.BAD_REQUEST
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the engine failed; any other error is an answer for the client.
+
+        501 is not a failure: the model, or this version of vLLM, lacks the feature.
+        """
+        of_engine = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        return of_engine and self.status != HTTPStatus.NOT_IMPLEMENTED
+
+
+class EngineClient:
+    """Sends requests to engines, all on the loop of the first request."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    @asynccontextmanager
+    async def ask(
+        self,
+        engine: VllmEngine,
+        path: str,
+        headers: Mapping[str, str] = _NO_HEADERS,
+        body: Mapping[str, Any] | bytes | None = None,
+        method: str = "",
+    ) -> AsyncIterator[EngineResponse]:
+        """Send a GET, or a POST if there is a body; yield the response.
+
+        A body of bytes is sent unchanged, with the given headers, and requires
+        `method`. The path may contain a query.
+
+        Cancel safety: safe, the connection to the engine is closed.
+        """
+        async with AsyncExitStack() as stack:
+            async with _answering(engine):
+                method = method or ("GET" if body is None else "POST")
+                sent = self._request(method, engine.url + path, headers, body)
+                status, answered, parts = await stack.enter_async_context(sent)
+            if status not in _STATUSES:
+                raise EngineFailed(
+                    engine, f"its answer is not valid HTTP: status {status}"
+                )
+            yield EngineResponse(engine, status, answered, _Answered(engine, parts))
+
+    async def close(self) -> None:
+        """Close all connections.
+
+        Cancel safety: call it again.
+        """
+        if self._session is not None:
+            await self._session.close()
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | bytes | None,
+    ) -> AsyncIterator[tuple[int, Mapping[str, str], AsyncIterator[bytes]]]:
+        if self._session is None:
+            self._session = _session()
+        if isinstance(body, Mapping):
+            content = msgspec.json.encode(body)
+            headers = {**headers, "content-type": "application/json"}
+        else:
+            content = body or b""
+        # A generator, since the transport would copy bytes again and again.
+        data = io.BytesIO(content) if content else None
+        del content  # it is large, and the answer may take long
+        where, mark, query = url.partition("?")
+        # The query is sent exactly as it came, without re-encoding.
+        target = URL(f"{URL(where)}?{query}", encoded=True) if mark else URL(where)
+        sending = self._session.request(
+            method,
+            target,
+            data=data,
+            headers=headers,
+            allow_redirects=False,
+            skip_auto_headers=("content-type",),
+        )
+        del data
+        response = await sending
+        # If the answer was read to its end, its connection is already back in the pool.
+        with closing(response):
+            yield (
+                response.status,
+                headers_of(response.raw_headers),
+                response.content.iter_any(),
+            )
+
+
+@asynccontextmanager
+async def _answering(engine: VllmEngine) -> AsyncIterator[None]:
+    """Convert all errors to :exc:`EngineFailed`; raise it if the prober gives up."""
+    try:
+        async with asyncio.timeout(None) as wait:
+            with engine.waited_for(wait):
+                yield
+    except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
+        if wait.expired():
+            raise EngineFailed(engine, "it does not answer", silent=True) from None
+        raise _failure(engine, exc) from None
+
+
+@dataclass(slots=True)
+class _Answered(AsyncIterator[bytes]):
+    """Iterates over a body; a reader may stop midway without closing anything."""
+
+    engine: VllmEngine
+    parts: AsyncIterator[bytes]
+
+    async def __anext__(self) -> bytes:
+        async with _answering(self.engine):
+            return await anext(self.parts)
+
+
+def _session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_OPEN_S),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+        # Uncompressed, since parts of an answer are passed on as they come.
+        headers={"accept-encoding": "identity"},
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
+    """Return the error without an engine's address, which clients must not see."""
+    if isinstance(error, TimeoutError):
+        why = f"no connection within {_CONNECT_S:g} s"
+        return EngineFailed(engine, why, silent=True, reached=False)
+    if isinstance(error, aiohttp.ClientConnectorError):
+        code = error.os_error.errno or 0
+        why = os.strerror(code) if code > 0 else "its host name does not resolve"
+        if isinstance(error.os_error, ssl.SSLError):  # SSL has its own numbers
+            why = f"TLS: {error.os_error.reason}"
+            code = 0
+        ours = code in _OURS
+        return EngineFailed(engine, why, reached=False, ours=ours)
+    if isinstance(error, aiohttp.ClientResponseError):
+        text = parser_text(error.message)[:_QUOTED_CHARS]
+        why = f"its answer is not valid HTTP: {text}"
+        return EngineFailed(engine, why)
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return EngineFailed(engine, "its answer is incomplete")
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        # aiohttp's text may contain the whole buffer of a broken answer.
+        return EngineFailed(engine, "Server disconnected")
+    # An invalid URL will never work, but that does not mean that the engine has died.
+    why = str(error)[:_QUOTED_CHARS] or type(error).__name__
+    return EngineFailed(engine, why, silent=isinstance(error, ValueError))
+
+
+class Prober:
+    """Checks the health of all engines in a fleet."""
+
+    def __init__(self, fleet: EngineFleet, client: EngineClient) -> None:
+        self._fleet = fleet
+        self._client = client
+        # Each engine's last probe, with its time. bounded: MEMBERS_MAX
+        self._asked: dict[VllmEngine, tuple[float, asyncio.Task[None]]] = {}
+        self._woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """Check at once, since there may be a new engine."""
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Check repeatedly until cancelled.
+
+        Cancel safety: safe, open checks are cancelled.
+        """
+        try:
+            while True:
+                self._sweep()
+                pause_s = max(PROBE_S, len(self._asked) / _PROBES_PER_S)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._woken.wait(), pause_s)
+                self._woken.clear()
+        finally:
+            for _, task in self._asked.values():
+                await end_task(task)
+
+    def _sweep(self) -> None:
+        now = self._fleet.clock()
+        engines = self._fleet.engines
+        for engine in self._asked.keys() - set(engines):
+            self._asked.pop(engine)[1].cancel()
+        for engine in engines:
+            began, task = self._asked.get(engine, (now, None))
+            if task is None or (task.done() and now - began >= PROBE_S):
+                self._asked[engine] = now, start_task(self._ask(engine))
+            elif not task.done() and now - began > SLOW_S:
+                engine.slow = True
+
+    async def _ask(self, engine: VllmEngine) -> None:
+        try:
+            async with (
+                asyncio.timeout(SILENT_S),
+                self._client.ask(engine, "/health") as response,
+            ):
+                await response.body(PROXY_HEALTH_BYTES_MAX)
+        except (EngineFailed, TimeoutError) as exc:
+            if isinstance(exc, EngineFailed) and not exc.silent:
+                if exc.down:
+                    engine.gone = True
+                return
+            engine.slow = engine.gone = True
+            engine.give_up()
+            return
+        engine.slow = engine.gone = False
+        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._fleet.down(engine)
+        else:
+            engine.ready = True

@@ -1,0 +1,123 @@
+"""The proxy's view of itself and its engines: ``/metrics`` and ``/fleet``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from kvwire.extras import needed_by
+from kvwire_vllm.proxy.admission import Admission, RetryBudget
+from kvwire_vllm.proxy.dispatch import ClientRequest
+from kvwire_vllm.proxy.fleet import EngineFleet
+
+with needed_by("the proxy", command="pip install prometheus-client"):
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        Metric,
+    )
+    from prometheus_client.registry import Collector
+
+
+@dataclass(slots=True)
+class ProxyState:
+    """The numbers that a proxy shows."""
+
+    fleet: EngineFleet
+    admission: Admission
+    budget: RetryBudget
+    ignored: Callable[[], int] = lambda: 0  # the number of unusable directory entries
+    # Open requests, oldest first. bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
+    requests: dict[ClientRequest, None] = field(default_factory=dict)
+    # Answers begun, by status.
+    answered: Counter[int] = field(default_factory=Counter)
+    # Results of streams that should continue at another engine: `"moved"`, `"stayed"`,
+    # or `"recovered"` from an engine that died.
+    moves: Counter[str] = field(default_factory=Counter)
+
+
+class ProxyCollector(Collector):
+    """Collects a proxy's numbers for Prometheus."""
+
+    def __init__(self, state: ProxyState) -> None:
+        self._state = state
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: the metrics have fixed names."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the current numbers. On the proxy's loop."""
+        state = self._state
+        for name, text, label, counted in (
+            ("requests", "Requests answered, by status", "status", state.answered),
+            ("moves", "Streams moved elsewhere, by outcome", "outcome", state.moves),
+        ):
+            metric = CounterMetricFamily(f"kvwire_proxy_{name}", text, labels=[label])
+            for key, number in sorted(counted.items()):
+                metric.add_metric([str(key)], number)
+            yield metric
+        budget = state.budget
+        admitted = state.admission
+        for name, text, family, value in (
+            ("retries", "Tries beyond a request's first", _COUNTER, budget.spent),
+            ("retries_refused", _REFUSED, _COUNTER, budget.refused),
+            ("rejected", "Requests rejected with 429", _COUNTER, admitted.rejected),
+            ("records_ignored", _IGNORED, _COUNTER, state.ignored()),
+            ("running", "Requests running on an engine", _GAUGE, admitted.running),
+            ("waiting", "Requests that wait for their turn", _GAUGE, admitted.waiting),
+        ):
+            yield family(f"kvwire_proxy_{name}", text, value=value)
+        now = state.fleet.clock()
+        engines = state.fleet.engines
+        labels = ("engine", "role")
+        for name, (family, text) in _OF_ENGINES.items():
+            metric = family(f"kvwire_proxy_engine_{name}", text, labels=labels)
+            for one in engines:
+                value = one.state(now) == "up" if name == "up" else getattr(one, name)
+                metric.add_metric([one.url, one.role], value)
+            yield metric
+
+
+_COUNTER: Final[type[Any]] = CounterMetricFamily
+_GAUGE: Final[type[Any]] = GaugeMetricFamily
+_REFUSED: Final = "Tries beyond the budget, on one healthy engine or on none"
+_IGNORED: Final = "Entries of the directory that could not be used"
+_OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
+    "up": (_GAUGE, "Whether an engine accepts requests"),
+    "running": (_GAUGE, "Requests from this proxy that run on an engine"),
+    "load": (_GAUGE, "Load that an engine reports, from 0 to 1"),
+    "failed": (_COUNTER, "Requests that an engine has failed since it started"),
+}
+
+
+def fleet_view(state: ProxyState) -> dict[str, Any]:
+    """Return each engine's state, and each request's reason for waiting."""
+    now = state.fleet.clock()
+    engines = [
+        {
+            "url": one.url,
+            "role": one.role,
+            "state": one.state(now),
+            "model": one.model,
+            "running": one.running,
+            "answered": one.answered,
+            "failed": one.failed,
+            "load": one.load,
+            "transports": one.transports,
+            "labels": one.labels,
+        }
+        for one in sorted(state.fleet.engines, key=lambda one: (one.role, one.url))
+    ]
+    requests = [
+        {
+            "path": asked.path,
+            "for_s": round(now - asked.since, 3),
+            "waits_for": asked.waits_for,
+            "engines": asked.engines,
+        }
+        for asked in state.requests
+    ]
+    return {"engines": engines, "requests": requests}

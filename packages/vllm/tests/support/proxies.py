@@ -1,0 +1,493 @@
+"""The proxy before engines that are functions, and clients of it.
+
+An engine is a function of a request's body. :class:`Engines` answers for all of them,
+and notes what each was asked; :func:`app` is a proxy before them, in memory, and
+:func:`proxy` serves one at a port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import json
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from unittest.mock import Mock
+from urllib.parse import urlsplit
+
+import aiohttp
+import httpx
+
+from kvwire_vllm.proxy.app import ProxyApp, ProxySettings, make_app
+from kvwire_vllm.proxy.client import EngineClient
+from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
+from kvwire_vllm.proxy.fleet import EngineFleet
+from kvwire_vllm.proxy.policy import AT_ONCE, Choose
+from kvwire_vllm.proxy.server import ProxyServer
+from kvwire_vllm.proxy.stopping import Ending
+from tests.support.pairs import turns
+
+P1 = VllmServer("http://p1", ("p1:1",))
+P2 = VllmServer("http://p2", ("p2:1",))
+D1 = VllmServer("http://d1", ("d1:1", "d1:2"))
+D2 = VllmServer("http://d2", ("d2:1",))
+EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
+ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 9}
+BODY = json.dumps(ASK).encode()
+SCOPE: dict[str, Any] = {
+    "type": "http",
+    "asgi": {"spec_version": "2.4"},
+    "method": "POST",
+    "path": "/v1/completions",
+    "headers": [],
+    "query_string": b"",
+}
+
+# A status, headers and the parts of a body.
+Said = tuple[int, Mapping[str, str], AsyncIterator[bytes]]
+Handler = Callable[[dict[str, Any]], Awaitable[Said]]
+
+
+class Engines(EngineClient):
+    """Answers for every engine, and notes what each was asked."""
+
+    def __init__(self, **handlers: Handler) -> None:
+        super().__init__()
+        self.handlers = handlers
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.headers: dict[str, Mapping[str, str]] = {}
+        self.sent: list[tuple[str, str, Any]] = []
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | bytes | None,
+    ) -> AsyncIterator[Said]:
+        host = urlsplit(url).hostname or ""
+        fields = dict(body) if isinstance(body, Mapping) else {}
+        assert bool(fields) is url.endswith("completions"), url
+        self.asked.append((host, fields))
+        self.sent.append((method, url, body))
+        self.headers[host] = headers
+        yield await self.handlers.get(host, fine)(fields)
+
+    def hosts(self) -> list[str]:
+        return [host for host, _ in self.asked]
+
+    def params(self, host: str) -> list[Any]:
+        return [body.get("kv_transfer_params") for h, body in self.asked if h == host]
+
+
+def answer(status: int, body: Any) -> Said:
+    """As it comes from a socket: part by part."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for part in json.dumps(body).encode().split(b":"):
+            yield part + b":" * (not part.endswith(b"}"))
+
+    return status, {"content-type": "application/json"}, parts()
+
+
+def says(
+    *content: bytes, status: int = 200, headers: Mapping[str, str] = EVENTS
+) -> Handler:
+    """An engine that answers with these parts, whatever it is asked."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        for one in content:
+            yield one
+
+    async def handler(_: dict[str, Any]) -> Said:
+        return status, headers, parts()
+
+    return handler
+
+
+def fails(status: int, message: str = "") -> Handler:
+    """An engine that answers with an error."""
+
+    async def handler(_: dict[str, Any]) -> Said:
+        return answer(status, {"error": {"message": message}} if message else {})
+
+    return handler
+
+
+async def fine(body: dict[str, Any]) -> Said:
+    said = {"tokens": body.get("max_tokens")}
+    asked = body.get("kv_transfer_params") or {}
+    if asked.get("do_remote_decode"):
+        where = {"do_remote_prefill": True, "transfer_id": asked["transfer_id"]}
+        said["kv_transfer_params"] = where
+    return answer(200, said)
+
+
+async def waits(_: dict[str, Any]) -> Said:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def when(event: asyncio.Event, then: Handler = fine) -> Handler:
+    """An engine that answers when an event is set."""
+
+    async def handler(body: dict[str, Any]) -> Said:
+        await event.wait()
+        return await then(body)
+
+    return handler
+
+
+async def refused(_: dict[str, Any]) -> Said:
+    error = ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens")
+    raise aiohttp.ClientConnectorError(Mock(), error)
+
+
+broken = fails(500)
+
+
+def breaks_off(headers: dict[str, str], first: bytes = b"data: 1") -> Handler:
+    """An engine that dies after the first part of its answer."""
+
+    async def parts() -> AsyncIterator[bytes]:
+        if first:
+            yield first
+        raise aiohttp.ClientError("reset")
+
+    async def handler(_: dict[str, Any]) -> Said:
+        return 200, headers, parts()
+
+    return handler
+
+
+async def streamed(
+    application: ProxyApp, *, path: str = SCOPE["path"], **more: Any
+) -> AsyncGenerator[bytes]:
+    """The parts of an answer as they are sent; httpx's own transport joins them."""
+    parts: asyncio.Queue[bytes] = asyncio.Queue()
+    body = json.dumps({**ASK, "stream": True, **more}).encode()
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await parts.put(message["body"])
+
+    running = asyncio.ensure_future(application(SCOPE | {"path": path}, receive, send))
+    try:
+        while part := await parts.get():
+            yield part
+        await running
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+
+
+async def turns_until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise TimeoutError
+
+
+# --- proxies --------------------------------------------------------------------------
+
+
+def in_turns() -> Choose:
+    """Take engines in turns, so that a test knows which one comes next."""
+    turns: Counter[str] = Counter()
+
+    def choose(engines: Sequence[VllmEngine], _: Mapping[str, Any]) -> VllmEngine:
+        role = engines[0].role
+        turns[role] += 1
+        return engines[(turns[role] - 1) % len(engines)]
+
+    return choose
+
+
+def fleet_in_turns(
+    prefill: Iterable[VllmServer] = (), decode: Iterable[VllmServer] = (), **more: Any
+) -> EngineFleet:
+    return EngineFleet(prefill, decode, choose=in_turns(), **more)
+
+
+def app(
+    engines: Engines,
+    order: str = AT_ONCE,
+    *,
+    prefill: Sequence[VllmServer] = (P1, P2),
+    decode: Sequence[VllmServer] = (D1, D2),
+    fleet: EngineFleet | None = None,
+    **options: Any,
+) -> ProxyApp:
+    """A proxy before these engines, or before a fleet."""
+    before = fleet or fleet_in_turns(prefill, decode)
+    names = {field.name for field in dataclasses.fields(ProxySettings)}
+    chosen = {name: options.pop(name) for name in names & options.keys()}
+    settings = ProxySettings(order=order, **chosen)
+    return make_app(before, settings, client=engines, **options)
+
+
+def mover(
+    decode: Sequence[VllmServer] = (D1, D2), **decoders: Handler
+) -> tuple[ProxyApp, Engines]:
+    """A proxy whose requests may move between decode engines."""
+    network = Engines(**decoders)
+    return app(network, prefill=(), decode=decode, migrate=True), network
+
+
+@asynccontextmanager
+async def proxy(serves: Engines | ProxyApp, **options: Any) -> AsyncIterator[int]:
+    """The port of a proxy; before engines, it has one that decodes."""
+    served = serves
+    if not isinstance(served, ProxyApp):
+        served = app(served, prefill=(), decode=[D1])
+    server = ProxyServer(served, "127.0.0.1", 0, Ending(), 1.0, **options)
+    async with server.serving() as port:
+        yield port
+
+
+# --- its clients ----------------------------------------------------------------------
+
+
+async def post(
+    application: ProxyApp,
+    body: Any = None,
+    path: str = "completions",
+    headers: dict[str, str] | None = None,
+) -> Any:
+    asked = ASK if body is None else body
+    return await call(application, "POST", f"/v1/{path}", json=asked, headers=headers)
+
+
+async def call(
+    application: ProxyApp,
+    method: str,
+    path: str,
+    client: str = "127.0.0.1",
+    **more: Any,
+) -> httpx.Response:
+    transport = httpx.ASGITransport(application, client=(client, 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as user:
+        return await user.request(method, path, **more)
+
+
+async def operate(application: ProxyApp, path: str, **asked: Any) -> tuple[int, Any]:
+    """What an operator is answered: the status, and a document."""
+    said = await call(application, "POST", path, json=asked)
+    return said.status_code, said.json()
+
+
+class AsgiClient:
+    """A client as a server hands it to an application: it may leave at any time."""
+
+    def __init__(self, body: bytes = BODY) -> None:
+        self.sent: list[Any] = []
+        self.left = asyncio.Event()
+        self.parts: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
+
+    async def receive(self) -> dict[str, Any]:
+        if self.parts:
+            return self.parts.pop(0)
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def ask(self, application: ProxyApp, **scope: Any) -> None:
+        await application(SCOPE | scope, self.receive, self.send)
+
+
+@asynccontextmanager
+async def saying(said: bytes, *, silent: bool = False) -> AsyncIterator[list[bytes]]:
+    """One that says this at its port, and then no more; its requests, port first."""
+    heard: list[bytes] = []
+
+    async def answer(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        heard.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(said)
+        if silent:
+            with suppress(ConnectionError):
+                await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        heard.append(b"%d" % server.sockets[0].getsockname()[1])
+        yield heard
+
+
+# --- engines that decode token by token -----------------------------------------------
+
+COUNT = 30
+PROMPT = [1, 2, 3]
+CHAT = {
+    "path": "/v1/chat/completions",
+    "prompt": None,
+    "messages": [{"role": "user", "content": "hello"}],
+}
+
+
+def next_token(tokens: list[int]) -> int:
+    """What all engines make of tokens: of their sum, so none may lack or be twice."""
+    return sum(tokens) % 9973 + len(tokens)
+
+
+def whole() -> list[int]:
+    tokens = list(PROMPT)
+    for _ in range(COUNT):
+        tokens.append(next_token(tokens))
+    return tokens[3:]
+
+
+class Decoder:
+    """An engine that decodes token after token, as it is let."""
+
+    def __init__(self, steps: int = 1000, *, dies: bool = False) -> None:
+        # How many tokens it may make; it dies behind them if `dies`.
+        self.steps = asyncio.Semaphore(steps)
+        self.dies = dies
+        self.stuck = asyncio.Event()  # it has made all that it may
+        self.silent = -1  # the place of a token that has no text of its own
+        self.details: dict[str, Any] = {}  # what else it says of an answer's usage
+        self.thinks = False  # its parser says what of an answer is thought
+
+    async def __call__(self, body: dict[str, Any]) -> Said:
+        params = body.get("kv_transfer_params") or {}
+        if params.get("do_remote_decode") or not body.get("stream"):
+            return answer(200, {"choices": [{"text": "x"}]})
+        return 200, EVENTS, self.parts(body)
+
+    async def step(self) -> None:
+        """Make a token now and then, until this is cancelled."""
+        while True:
+            self.steps.release()
+            await turns(20)
+
+    async def parts(self, body: dict[str, Any]) -> AsyncGenerator[bytes]:
+        """As a completion, or as a chat: of that, the first event says whose it is."""
+        chat = "messages" in body
+        prompt = tokens = PROMPT if chat else list(body["prompt"])
+        named = {"id": f"cmpl-{id(self)}", "created": 1, "object": "completion"}
+        if chat:
+            named["object"] = "chat"
+            who = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            said = named | {"choices": [who], "prompt_token_ids": prompt}
+            yield f"data: {json.dumps(said)}\n\n".encode()
+        for i in range(body["max_tokens"]):
+            if self.dies and self.steps.locked():
+                raise aiohttp.ClientError("reset")
+            if self.steps.locked():
+                self.stuck.set()
+            await self.steps.acquire()
+            token = next_token(tokens)
+            tokens = [*tokens, token]
+            choice: dict[str, Any] = {"index": 0, "text": f" {token}"}
+            if len(tokens) - 4 == self.silent:
+                choice["text"] = ""
+            if body.get("return_token_ids"):
+                choice["token_ids"] = [token]
+                if not i and not chat:
+                    choice["prompt_token_ids"] = prompt
+            if chat:
+                field = "reasoning" if self.thinks else "content"
+                choice["delta"] = {field: choice.pop("text")}
+            if i + 1 == body["max_tokens"]:
+                choice["finish_reason"] = "length"
+            said = named | {"choices": [choice]}
+            # An event in two parts, as a socket may give it.
+            event = f"data: {json.dumps(said)}\n\n".encode()
+            yield event[:9]
+            yield event[9:]
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": body["max_tokens"]}
+        usage |= self.details
+        said = {"id": "cmpl", "choices": [], "usage": usage}
+        yield f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode()
+
+
+class StoppedDecoder(Decoder):
+    """One that is stopped behind so many tokens, and aborts its requests."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(steps, dies=True)
+
+    async def parts(self, body: dict[str, Any]) -> AsyncGenerator[bytes]:
+        try:
+            async for part in super().parts(body):
+                yield part
+        except aiohttp.ClientError:
+            text = {"delta": {"content": ""}} if "messages" in body else {"text": ""}
+            said = {"id": "cmpl", "choices": [{"finish_reason": "abort", **text}]}
+            yield f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode()
+
+
+class Client:
+    def __init__(self, application: ProxyApp, **more: Any) -> None:
+        self.parts = streamed(application, **{"max_tokens": COUNT} | more)
+        self.events: list[dict[str, Any]] = []
+        self.done = False
+
+    async def read(self, events: int = 1000) -> None:
+        async for part in self.parts:
+            for event in part.decode().strip().split("\n\n"):
+                said = event.removeprefix("data: ")
+                if said == "[DONE]":
+                    self.done = True
+                elif said:
+                    self.events.append(json.loads(said))
+            events -= 1
+            if not events:
+                return
+
+    @property
+    def id(self) -> str:
+        return str(self.events[0]["id"])
+
+    def right(self) -> None:
+        assert self.done
+        assert len({(one["id"], one.get("object")) for one in self.events}) == 1
+        choices = [c for one in self.events for c in one["choices"]]
+        chat = self.events[0].get("object") == "chat"
+        texts = [c["delta"]["content"] if chat else c["text"] for c in choices]
+        assert "".join(texts).split() == list(map(str, whole()))
+        for one in (*choices, *self.events):
+            assert not one.get("token_ids")
+            assert not one.get("prompt_token_ids")
+        usage = self.events[-1]["usage"]
+        assert usage == {"prompt_tokens": 3, "completion_tokens": COUNT}
+
+
+async def moved(
+    application: ProxyApp,
+    client: Client,
+    source: Decoder,
+    path: str = "/migrate",
+    **asked: Any,
+) -> tuple[int, Any]:
+    """Ask that a stream moves while its engine goes on, and read it to its end."""
+    moving = asyncio.ensure_future(operate(application, path, **asked))
+    stepping = asyncio.ensure_future(source.step())
+    await client.read()
+    stepping.cancel()
+    return await moving

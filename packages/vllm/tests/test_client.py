@@ -1,0 +1,121 @@
+"""The proxy's client of HTTP, before servers that say what they like."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from pathlib import Path
+
+import pytest
+
+from kvwire_vllm.announce import DECODE
+from kvwire_vllm.proxy.client import EngineClient, EngineFailed
+from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
+from packages.vllm.tests.support.proxies import saying
+from tests.support.certificates import issue
+from tests.support.servers import free_port
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
+
+
+def at(port: int | bytes, scheme: str = "http") -> VllmEngine:
+    server = VllmServer(f"{scheme}://127.0.0.1:{int(port)}", ())
+    return VllmEngine(server=server, role=DECODE)
+
+
+async def asked(port: int | bytes, limit: int | None = None) -> tuple[int, bytes]:
+    client = EngineClient()
+    try:
+        async with client.ask(at(port), "/x", {"a": "b"}) as said:
+            return said.status, await said.body(limit)
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        (HEAD + b"content-length: 2\r\n\r\nok", (200, b"ok")),
+        (
+            HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+            (200, b"ok"),
+        ),
+        (HEAD + b"\r\nok", (200, b"ok")),
+        # These are the client's.
+        (
+            HEAD.replace(b"200", b"302") + b"location: /y\r\ncontent-length: 0\r\n\r\n",
+            (302, b""),
+        ),
+        (HEAD + b"content-encoding: gzip\r\n\r\nok", (200, b"ok")),
+    ],
+)
+async def test_what_an_engine_answers(said: bytes, answer: tuple[int, bytes]) -> None:
+    async with saying(said) as heard:
+        assert await asked(heard[0]) == answer
+    head = heard[1].lower()
+    assert head.startswith(b"get /x http/1.1\r\n")
+    for line in (b"\r\naccept-encoding: identity\r\n", b"\r\na: b\r\n"):
+        assert line in head
+
+
+async def test_names_of_headers_are_in_small_letters() -> None:
+    """Whatever the engine, and aiohttp, make of them; of two, both are there."""
+    said = b"HTTP/1.1 200 OK\r\nContent-Type: a/b\r\nVARY: c\r\nvary: d\r\n\r\n"
+    client = EngineClient()
+    async with saying(said) as heard, client.ask(at(heard[0]), "/x") as answer:
+        assert dict(answer.headers) == {"content-type": "a/b", "vary": "c, d"}
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (b"", "Server disconnected$"),
+        (HEAD, "Server disconnected$"),
+        (b"no HTTP\r\n\r\n", r"its answer is not valid HTTP: [\w ,:/]+\Z"),
+        (HEAD + b"a: " + b"b" * 9000, r"HTTP: Got more than \d+ bytes[\w ]+\Z"),
+        (HEAD.replace(b"200", b"101") + b"\r\n", "not valid HTTP: status 101"),
+        (HEAD.replace(b"200", b"099") + b"\r\n", "not valid HTTP: status 99"),
+        (HEAD.replace(b"200", b"600") + b"\r\n", "not valid HTTP: status 600"),
+        (HEAD + b"content-length: 9\r\n\r\nok", "."),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n", "."),
+        (HEAD + b"\r\nmore than this", "more than 9 bytes"),
+    ],
+)
+async def test_what_is_no_answer(said: bytes, why: str) -> None:
+    async with saying(said) as heard:
+        with pytest.raises(EngineFailed, match=why):
+            await asked(heard[0], 9)
+
+
+async def test_nobody_listens() -> None:
+    """That is no silence, and the reason has no address."""
+    with pytest.raises(EngineFailed) as caught:
+        await asked(free_port())
+    assert (caught.value.why, caught.value.silent) == ("Connection refused", False)
+
+
+async def test_a_certificate_that_is_not_accepted(tmp_path: Path) -> None:
+    """The errors of TLS have numbers of their own, which are none of the system."""
+    shown = issue(tmp_path, "DNS:elsewhere")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(shown.cert_file, shown.key_file)
+    server = await asyncio.start_server(
+        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
+    )
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        client = EngineClient()
+        with pytest.raises(EngineFailed, match="TLS: CERTIFICATE_VERIFY_FAILED"):
+            async with client.ask(at(port, "https"), "/"):
+                pass
+        await client.close()
+
+
+async def test_an_answer_that_is_given_up_ends_its_connection() -> None:
+    async with saying(HEAD + b"\r\none", silent=True) as heard:
+        client = EngineClient()
+        async with client.ask(at(heard[0]), "/", body={"a": 1}) as said:
+            assert await anext(said.parts) == b"one"
+        assert b"\r\nContent-Type: application/json\r\n".lower() in heard[1].lower()
+        await client.close()

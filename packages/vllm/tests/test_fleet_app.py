@@ -1,0 +1,160 @@
+"""The proxy's own routes and limits: /fleet, /metrics, /health, /drain, 429."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from kvwire_vllm.proxy.admission import Admission
+from kvwire_vllm.proxy.fleet import EngineFleet
+from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
+from packages.vllm.tests.support.fake_engine import member
+from packages.vllm.tests.support.proxies import (
+    D1,
+    D2,
+    P1,
+    Engines,
+    app,
+    call,
+    fleet_in_turns,
+    operate,
+    post,
+    refused,
+    turns_until,
+    when,
+)
+
+# --- the application ------------------------------------------------------------------
+
+
+async def test_too_many_requests() -> None:
+    may_answer = asyncio.Event()
+
+    network = Engines(d1=when(may_answer), d2=when(may_answer))
+    application = app(network, admission=Admission(1, 1))
+    asking = [asyncio.ensure_future(post(application)) for _ in range(2)]
+    await turns_until(lambda: len(network.asked) == 2)
+    said = await post(application)
+    assert said.status_code == 429
+    assert int(said.headers["retry-after"]) >= 1
+    assert "1 requests wait" in said.json()["error"]["message"]
+    first, second = (await call(application, "GET", "/fleet")).json()["requests"]
+    assert (first["waits_for"], second["waits_for"]) == ("the first token", "its turn")
+    assert first["engines"] == [P1.url, D1.url]
+    may_answer.set()
+    assert [(await one).status_code for one in asking] == [200, 200]
+    text = (await call(application, "GET", "/metrics")).text
+    for line in (
+        'kvwire_proxy_requests_total{status="200"} 2.0',
+        'kvwire_proxy_requests_total{status="429"} 1.0',
+        "kvwire_proxy_rejected_total 1.0",
+        'kvwire_proxy_engine_up{engine="http://p1",role="prefill"} 1.0',
+    ):
+        assert line in text
+
+
+async def test_retries_beyond_the_budget() -> None:
+    """A fleet that is broken is not asked again and again; the client may."""
+    network = Engines(d1=refused, d2=refused)
+    fleet = fleet_in_turns([], [D1, D2])
+    application = app(network, fleet=fleet)
+    for _ in range(30):
+        said = await post(application)
+        assert said.status_code == 503
+        assert said.headers["retry-after"] == "1"
+    assert len(network.asked) < 30 + PROXY_RETRY_RESERVE + 30 * PROXY_RETRY_SHARE + 2
+    text = (await call(application, "GET", "/metrics")).text
+    assert "kvwire_proxy_retries_refused_total 0.0" not in text
+
+
+async def test_health_is_that_of_the_engines() -> None:
+    """A prefill engine can answer alone."""
+    application = app(Engines(d1=refused, d2=refused))
+    assert (await post(application)).status_code == 200
+    assert (await call(application, "GET", "/health")).status_code == 200
+    dead = Engines(p1=refused, p2=refused, d1=refused, d2=refused)
+    application = app(dead)
+    assert (await call(application, "GET", "/health")).status_code == 200
+    await post(application)
+    assert (await call(application, "GET", "/health")).status_code == 503
+    nobody = app(Engines(), fleet=EngineFleet())
+    assert (await call(nobody, "GET", "/health")).status_code == 503
+    said = await post(nobody)
+    assert said.status_code == 503
+    assert (await call(nobody, "GET", "/v1/models")).status_code == 503
+    assert said.json()["error"]["message"] == "no engine takes requests"
+
+
+async def test_draining_an_engine() -> None:
+    may_answer = asyncio.Event()
+
+    network = Engines(d1=when(may_answer))
+    application = app(network)
+
+    drain = partial(operate, application, "/drain")
+    asking = asyncio.ensure_future(post(application))
+    await turns_until(lambda: "d1" in network.hosts())
+    assert await drain(engine=D1.url) == (202, {"engine": D1.url, "running": 1})
+    waiting = asyncio.ensure_future(drain(engine=f"{D1.url}/", wait_s=30))
+    for _ in range(3):
+        await post(application)
+    assert network.hosts().count("d1") == 1
+    may_answer.set()
+    assert await waiting == (200, {"engine": D1.url, "running": 0})
+    assert (await asking).status_code == 200
+    await drain(engine=D1.url, drain=False)
+    for _ in range(2):
+        await post(application)
+    assert network.hosts().count("d1") == 2
+    assert (await drain(engine="http://nobody"))[0] == 400
+    assert (await drain(wait_s="x"))[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("key", "client", "header", "status"),
+    [
+        (b"", "127.0.0.1", "", 200),
+        (b"", "10.0.0.1", "", 403),
+        (b"secret", "127.0.0.1", "", 403),
+        (b"secret", "127.0.0.1", "Bearer " + b"other".hex(), 403),
+        (b"secret", "10.0.0.1", "Bearer " + b"secret".hex(), 200),
+    ],
+)
+async def test_who_may_drain(key: bytes, client: str, header: str, status: int) -> None:
+    application = app(Engines(), operator_key=key)
+    said = await call(
+        application,
+        *("POST", "/drain", client),
+        json={"engine": D1.url},
+        headers={"authorization": header},
+    )
+    assert said.status_code == status
+
+
+async def test_an_engine_that_is_given_up_costs_another_try(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It was silent for too long, so what waits for it is asked elsewhere."""
+
+    network = Engines(d1=when(asyncio.Event()))
+    fleet = fleet_in_turns([], [D1, D2])
+    application = app(network, fleet=fleet)
+    asking = asyncio.ensure_future(post(application))
+    await turns_until(lambda: "d1" in network.hosts())
+    fleet.engines[0].give_up()
+    assert (await asking).json() == {"tokens": 9}
+    assert network.hosts() == ["d1", "d2"]
+    assert f"{D1.url}: it does not answer" in caplog.text
+
+
+async def test_what_is_known_of_engines() -> None:
+    fleet = fleet_in_turns([P1], [D1])
+    fleet.joined(*member(5, labels={"carrying": "tcp:3"}, load=0.25))
+    said = (await call(app(Engines(), fleet=fleet), "GET", "/fleet")).json()
+    found, *others = said["engines"]
+    assert (found["url"], found["state"]) == ("http://127.0.0.1:5", "starting")
+    assert (found["load"], found["labels"]["carrying"]) == (0.25, "tcp:3")
+    assert [one["url"] for one in others] == [D1.url, P1.url]
+    assert said["requests"] == []

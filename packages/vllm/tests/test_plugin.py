@@ -1,0 +1,122 @@
+"""Connectors and a tier that vLLM finds by name, and engines without kvwire."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvwire_vllm import plugin
+from packages.vllm.tests.programs.interface import classes_in
+from packages.vllm.tests.support.models import make_model
+
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+
+
+def test_vllm_is_given_the_plug_in() -> None:
+    (found,) = entry_points(group="vllm.general_plugins", name="kvwire")
+    assert found.load() is plugin.register
+
+
+def test_its_names_are_classes() -> None:
+    root = Path(plugin.__file__).parents[1]
+    for name, module in (plugin.CONNECTORS | plugin.TIERS).items():
+        text = (root / f"{module.replace('.', '/')}.py").read_text()
+        assert name in classes_in(text)
+
+
+def test_an_engine_without_kvwire_pays_nothing() -> None:
+    """The module is imported in each process of every engine."""
+    code = (
+        "import sys, kvwire_vllm.plugin\n"
+        "print([one for one in ('vllm', 'numpy', 'asyncio') if one in sys.modules])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "[]\n"
+
+
+def test_a_release_without_its_factory_starts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, FACTORY, None)
+    with caplog.at_level(logging.WARNING, "kvwire"):
+        plugin.register()
+    assert "kv_connector_module_path" in caplog.text
+
+
+# As vLLM's server reads its command line, up to the classes of connector and tier.
+_SERVED = """
+import json, sys
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+model, *transfers = sys.argv[1:]
+found = []
+for text in transfers:
+    said = KVTransferConfig(**json.loads(text))
+    try:
+        config = EngineArgs(model=model, kv_transfer_config=said).create_engine_config()
+        cls = KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+        found.append(f"{cls.__module__}.{cls.__name__}")
+    except ValueError as exc:
+        found.append(str(exc))
+try:
+    found.append(SecondaryTierFactory.get_tier_class({"type": "KvwireTier"}).__module__)
+except ValueError as exc:
+    found.append(str(exc))
+print(json.dumps(found))
+"""
+_NAME: dict[str, Any] = {"kv_connector": "KvwireConnector", "kv_role": "kv_producer"}
+_STORE: dict[str, Any] = {"kv_connector": "KvwireStoreConnector", "kv_role": "kv_both"}
+_PATH = {**_NAME, "kv_connector_module_path": "kvwire_vllm.connector"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder; what writes it leaves a thread behind."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed here; `make test-vllm` installs it")
+    return make_model("gqa", tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("plugins", [None, "others"])
+def test_names_suffice_unless_plug_ins_are_left_out(
+    plugins: str | None, model: Path
+) -> None:
+    environment = {
+        name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"
+    }
+    if plugins is not None:
+        environment["VLLM_PLUGINS"] = plugins
+    # By name first: a module that is imported registers its names.
+    said = [json.dumps(one) for one in (_NAME, _STORE, _PATH)]
+    ran = subprocess.run(
+        [sys.executable, "-c", _SERVED, str(model), *said],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    *connectors, tier = json.loads(ran.stdout.splitlines()[-1])
+    path = "kvwire_vllm.connector.KvwireConnector"
+    assert connectors[2] == path
+    if plugins is None:
+        store = "kvwire_vllm.store"
+        assert connectors[:2] == [path, f"{store}.connector.KvwireStoreConnector"]
+        assert tier == f"{store}.tier"
+        return
+    assert "Unsupported connector type: KvwireConnector" in connectors[0]
+    assert "Unsupported connector type: KvwireStoreConnector" in connectors[1]

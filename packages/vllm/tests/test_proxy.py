@@ -1,0 +1,487 @@
+"""The proxy before engines that are functions: who is asked what, who takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from kvwire import UsageError
+from kvwire_vllm.proxy import app as proxy_app
+from kvwire_vllm.proxy import dispatch, policy
+from kvwire_vllm.proxy.command import main
+from kvwire_vllm.proxy.engines import VllmServer, parse_engine
+from kvwire_vllm.references import UNSIGNED
+from packages.vllm.tests.support.proxies import (
+    ASK,
+    EVENTS,
+    AsgiClient,
+    Engines,
+    Handler,
+    Said,
+    answer,
+    app,
+    breaks_off,
+    broken,
+    call,
+    fails,
+    fine,
+    post,
+    refused,
+    says,
+    streamed,
+    turns_until,
+    waits,
+    when,
+)
+from tests.support.pairs import turns
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_both_are_asked_for_one_transfer(path: str) -> None:
+    engines = Engines()
+    of_decoding = {"stream": True, "stream_options": {}, "n": 1}
+    body = {**ASK, "max_completion_tokens": 9, **of_decoding}
+    said = await post(app(engines), body, path)
+    assert said.json() == {"tokens": 9}
+    (prefill,), (decode,) = engines.params("p1"), engines.params("d1")
+    assert prefill["transfer_id"] == decode["transfer_id"]
+    assert (prefill["do_remote_decode"], decode["do_remote_prefill"]) == (True, True)
+    assert (prefill["remote"], decode["remote"]) == (["d1:1", "d1:2"], ["p1:1"])
+    asked = dict(engines.asked)["p1"]
+    assert (asked["max_tokens"], asked["max_completion_tokens"]) == (1, 1)
+    assert not of_decoding.keys() & asked.keys()
+
+
+async def test_transfers_have_names_of_their_own_and_engines_take_turns() -> None:
+    engines = Engines()
+    application = app(engines)
+    for _ in range(4):
+        await post(application)
+    ids = {
+        params["transfer_id"]
+        for host in ("p1", "p2")
+        for params in engines.params(host)
+    }
+    assert len(ids) == 4
+    assert sorted(engines.hosts()) == ["d1", "d1", "d2", "d2", "p1", "p1", "p2", "p2"]
+
+
+async def test_in_sequence_decode_waits_for_prefill_and_hears_where_the_kv_is() -> None:
+    """Such as in which of the engines that one server has."""
+    where = {"transfer_id": "x", "remote": ["p1:9"], "signature": "00"}
+    may_answer = asyncio.Event()
+
+    async def computed(_: dict[str, Any]) -> Said:
+        return answer(200, {"kv_transfer_params": where})
+
+    engines = Engines(p1=when(may_answer, computed))
+    asking = asyncio.ensure_future(post(app(engines, policy.IN_SEQUENCE)))
+    await turns_until(lambda: bool(engines.asked))
+    await turns(10)
+    assert engines.hosts() == ["p1"]
+    may_answer.set()
+    assert (await asking).status_code == 200
+    assert engines.hosts() == ["p1", "d1"]
+    assert engines.params("d1") == [where]
+
+
+async def test_engines_hear_nothing_of_each_other_from_clients() -> None:
+    body = {**ASK, "n": 2, "kv_transfer_params": {"do_remote_prefill": True}}
+    engines = Engines()
+    assert (await post(app(engines), body)).status_code == 200
+    assert engines.params("d1") == [None]
+
+
+async def test_at_once_decode_is_asked_while_prefill_computes() -> None:
+    decode_asked = asyncio.Event()
+
+    async def decode(body: dict[str, Any]) -> Said:
+        decode_asked.set()
+        return await fine(body)
+
+    engines = Engines(p1=when(decode_asked), d1=decode)
+    assert (await post(app(engines))).status_code == 200
+
+
+async def test_at_once_nothing_says_that_prefill_has_computed_the_prompt() -> None:
+    """It may have others to do first, and decode waits as long as that takes."""
+    engines = Engines()
+    assert (await post(app(engines))).status_code == 200
+    assert engines.params("d1")[0]["computed"] is False
+
+
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_prompt_that_prefill_computes_and_does_not_send(
+    order: str, path: str
+) -> None:
+    """Decode is not left waiting for it; nobody has failed, so nobody is down."""
+    given_up = asyncio.Event()
+
+    async def keeps(_: dict[str, Any]) -> Said:
+        return answer(200, {"tokens": 1, "kv_transfer_params": None})
+
+    async def waits_for_kv(body: dict[str, Any]) -> Said:
+        if "kv_transfer_params" not in body:
+            return await fine(body)
+        try:
+            return await waits(body)
+        finally:
+            given_up.set()
+
+    engines = Engines(p1=keeps, d1=waits_for_kv)
+    application = app(engines, order)
+    assert (await post(application, path=path)).json() == {"tokens": 9}
+    assert engines.hosts()[-1] == "d1"
+    assert given_up.is_set() is (order == policy.AT_ONCE)
+    for engine in (await call(application, "GET", "/fleet")).json()["engines"]:
+        assert (engine["state"], engine["failed"], engine["running"]) == ("up", 0, 0)
+
+
+# What vLLM says in a stream of a request that it fails.
+no_answer = says(
+    b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n',
+    b"data: [DONE]\n\n",
+)
+
+
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+@pytest.mark.parametrize("fails", [broken, no_answer])
+async def test_a_decode_engine_that_fails_for_want_of_kv_is_asked_without(
+    order: str, fails: Handler
+) -> None:
+    """It is as well as ever, and answers alone; nobody is taken for down for it."""
+
+    async def lacks_kv(body: dict[str, Any]) -> Said:
+        return await (fails if "kv_transfer_params" in body else fine)(body)
+
+    engines = Engines(d1=lacks_kv)
+    application = app(engines, order)
+    assert (await post(application)).json() == {"tokens": 9}
+    assert engines.hosts().count("d1") == 2
+    for engine in (await call(application, "GET", "/fleet")).json()["engines"]:
+        assert (engine["state"], engine["failed"], engine["running"]) == ("up", 0, 0)
+
+
+async def test_a_stream_that_begins_with_a_failure_is_tried_elsewhere() -> None:
+    engines = Engines(d1=no_answer)
+    assert (await post(app(engines))).json() == {"tokens": 9}
+    assert engines.hosts().count("d2") == 1
+
+
+async def test_a_stream_that_begins_with_an_error_of_the_client_is_its_answer() -> None:
+    said = b'data: {"error": {"message": "too long", "code": 400}}\n\ndata: [DONE]\n\n'
+
+    answered = await post(app(Engines(d1=says(said))))
+    assert (answered.status_code, answered.content) == (200, said)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"text": "\xff"}'])
+async def test_an_answer_of_prefill_that_cannot_be_read(content: bytes) -> None:
+    """Only it could name the KV, so decode computes the prompt."""
+
+    engines = Engines(p1=says(content, headers={"content-type": "application/json"}))
+    assert (await post(app(engines, policy.IN_SEQUENCE))).status_code == 200
+    assert engines.params("d1") == [None]
+
+
+@pytest.mark.parametrize("failing", [refused, broken])
+async def test_another_prefill_engine_takes_over(failing: Handler) -> None:
+    given_up = asyncio.Event()
+
+    async def waits_for_kv(body: dict[str, Any]) -> Said:
+        if body["kv_transfer_params"]["remote"] == ["p1:1"]:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                given_up.set()
+        return await fine(body)
+
+    engines = Engines(p1=failing, d1=waits_for_kv, d2=waits_for_kv)
+    assert (await post(app(engines))).json() == {"tokens": 9}
+    assert given_up.is_set()
+    assert "p2" in engines.hosts()
+
+
+async def test_without_prefill_engines_decode_computes() -> None:
+    engines = Engines(p1=refused, p2=broken)
+    assert (await post(app(engines, policy.IN_SEQUENCE))).json() == {"tokens": 9}
+    host, body = engines.asked[-1]
+    assert host.startswith("d")
+    assert "kv_transfer_params" not in body
+
+
+@pytest.mark.parametrize("failing", [refused, broken])
+async def test_another_decode_engine_takes_over(failing: Handler) -> None:
+    """Also where an API server outlives its engine for a moment, and answers 500."""
+    engines = Engines(d1=failing)
+    assert (await post(app(engines))).json() == {"tokens": 9}
+    assert engines.hosts().count("d2") == 1
+
+
+@pytest.mark.parametrize(
+    ("failing", "status", "why"),
+    [
+        (refused, 503, "no engine has answered: decode: Connection refused"),
+        (fails(500, "it is dead"), 500, "no engine has answered: decode: it is dead"),
+    ],
+)
+async def test_no_decode_engine_answers(
+    failing: Handler, status: int, why: str
+) -> None:
+    """An error as OpenAI's clients know them, with what the last engine said."""
+    engines = Engines(d1=failing, d2=failing)
+    said = await post(app(engines, prefill=()))
+    assert said.status_code == status
+    error = said.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert (error["code"], error["message"]) == (status, why)
+
+
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+async def test_engines_hear_who_asks(order: str) -> None:
+    """Keys of engines that want one, and what traces and logs go by; nothing else."""
+    sent = {
+        "authorization": "Bearer secret",
+        "x-request-id": "7",
+        "traceparent": "00-1-2-01",
+        "tracestate": "a=b",
+    }
+    engines = Engines()
+    said = await post(app(engines, order), headers={**sent, "cookie": "mine"})
+    assert said.status_code == 200
+    for host in ("p1", "d1"):
+        heard = engines.headers[host]
+        assert {name: heard[name] for name in sent} == sent
+        assert "cookie" not in heard
+
+
+async def test_an_answer_comes_part_by_part() -> None:
+    """The client has the first token while the engine makes the second."""
+    first_read = asyncio.Event()
+
+    async def tokens() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        await first_read.wait()
+        yield b"data: [DONE]\n\n"
+
+    async def streams(_: dict[str, Any]) -> Said:
+        return 200, EVENTS, tokens()
+
+    read = b""
+    async for part in streamed(app(Engines(d1=streams))):
+        read += part
+        first_read.set()
+    assert read == b"data: 1\n\ndata: [DONE]\n\n"
+
+
+async def test_an_engine_that_dies_while_it_streams() -> None:
+    """The client is told in the stream: its status has been sent long before."""
+    engines = Engines(d1=breaks_off(EVENTS))
+    read = b"".join([part async for part in streamed(app(engines))])
+    begun, error, done = read.removeprefix(b"data: ").split(b"\n\ndata: ")
+    assert (begun, done) == (b"1", b"[DONE]\n\n")
+    assert json.loads(error)["error"]["code"] == 502
+
+
+async def test_an_engine_that_dies_within_an_answer_that_is_no_stream() -> None:
+    """Half an answer must not look like a whole one: the connection is cut."""
+    headers = {"content-type": "application/json", "content-length": "9"}
+    engines = Engines(d1=breaks_off(headers))
+    client = AsgiClient(b"{}")
+    # Servers cut the connection of an answer that is not complete.
+    await client.ask(app(engines))
+    assert [one.get("more_body") for one in client.sent] == [None, True]
+
+
+async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
+    """Headers came, and no token: nothing of the answer is the client's yet."""
+
+    engines = Engines(d1=breaks_off({}, b""))
+    assert (await post(app(engines))).json() == {"tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("order", "scope", "engines"),
+    [
+        (policy.AT_ONCE, {}, 2),
+        (policy.IN_SEQUENCE, {}, 1),
+        (policy.AT_ONCE, {"method": "GET", "path": "/v1/models"}, 1),
+    ],
+)
+async def test_a_client_that_goes_away_before_the_first_token(
+    order: str, scope: dict[str, Any], engines: int
+) -> None:
+    """The server says so while nothing was answered; nobody works for nobody."""
+    stopped: list[str] = []
+    client = AsgiClient()
+
+    async def waits(_: dict[str, Any]) -> Said:
+        client.left.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.append("one")
+        raise AssertionError
+
+    asking = Engines(p1=waits, d1=waits)
+    async with asyncio.timeout(60):
+        await client.ask(app(asking, order), **scope)
+    assert stopped == ["one"] * engines
+    assert client.sent[0]["status"] == 499
+
+
+async def test_a_client_that_leaves_as_its_answer_begins() -> None:
+    """Before the first part was asked for: its turn and its engines are free again."""
+
+    class Leaves(AsgiClient):
+        async def send(self, message: Any) -> None:
+            self.left.set()
+            await asyncio.sleep(0)
+
+    application = app(Engines())
+    # As uvicorn says it, so ProxyApp looks itself whether the client is there.
+    await Leaves().ask(application, asgi={"spec_version": "2.3"})
+    page = (await call(application, "GET", "/metrics")).text
+    assert "\nkvwire_proxy_running 0.0" in page
+    assert not re.findall(r"engine_running\{.*\} [1-9]", page)
+    assert not (await call(application, "GET", "/fleet")).json()["requests"]
+
+
+async def test_a_client_that_leaves_within_its_request() -> None:
+    client, engines = AsgiClient(), Engines()
+    client.parts = [{"type": "http.request", "body": b"{", "more_body": True}]
+    client.left.set()
+    await client.ask(app(engines))
+    assert client.sent[0]["status"] == 499
+    assert not engines.asked
+
+
+async def test_a_body_that_does_not_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(proxy_app, "PROXY_BODY_BYTES_MAX", 1024)
+    part = {"type": "http.request", "body": b" " * 512, "more_body": True}
+    client, engines = AsgiClient(), Engines()
+    client.parts = [part] * 9
+    await client.ask(app(engines))
+    assert client.sent[0]["status"] == 413
+    assert b"more than 1 KiB" in client.sent[1]["body"]
+    assert len(client.parts) == 6, "no more is read than that"
+    assert not engines.asked
+
+
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b"[" * 100_000),
+        (500, b"[" * 100_000),
+        (200, b'{"kv_transfer_params":3}'),
+        (200, b'{"kv_transfer_params":{"a":"\\ud800"}}'),
+    ],
+)
+async def test_what_prefill_says_that_nobody_can_read(
+    order: str, status: int, body: bytes
+) -> None:
+    engines = Engines(p1=says(body, status=status, headers={}), p2=refused)
+    assert (await post(app(engines, order))).status_code == 200
+    # Nothing, or what the proxy itself knows of the transfer.
+    last = engines.params("d1")[-1]
+    assert last is None or "remote" in last
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1]",
+        b'"text"',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\\udc00"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": 1e999}',
+        b"[" * 100_000,
+    ],
+    ids=lambda content: content[:20].hex(),
+)
+async def test_what_engines_could_not_be_sent(content: bytes) -> None:
+    engines = Engines()
+    said = await call(app(engines), "POST", "/v1/completions", content=content)
+    assert said.status_code == 400
+    assert "not the expected JSON" in said.json()["error"]["message"]
+    assert not engines.asked
+
+
+async def test_models_are_those_of_any_decode_engine() -> None:
+    engines = Engines(d2=refused)
+    application = app(engines)
+    for _ in range(3):  # whoever's turn it is
+        assert (await call(application, "GET", "/v1/models")).status_code == 200
+    assert "p1" not in engines.hosts()
+    engines.handlers |= {"d1": refused, "p1": refused, "p2": refused}
+    assert (await call(application, "GET", "/v1/models")).status_code == 503
+
+
+# --- its parts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "shared"),
+    [
+        ({"prompt": "text"}, True),
+        ({"prompt": [1, 2]}, True),
+        ({"prompt": [[1, 2]]}, True),
+        ({"prompt": [[1], [2]]}, False),
+        ({"prompt": ["a", "b"]}, False),
+        ({"messages": [], "n": 2}, False),
+        ({"prompt": "text", "best_of": 3}, False),
+        ({"prompt": "text", "n": 1}, True),
+        ({"prompt": "text", "n": None}, True),
+        ({"prompt": "text", "n": "2"}, False),
+        ({"prompt": "text", "n": 2.0}, False),
+        ({"prompt": "text", "prompt_logprobs": 0}, False),
+        ({"prompt": "text", "prompt_logprobs": None}, True),
+        ({"prompt": "text", "echo": True, "logprobs": 0}, False),
+        ({"prompt": "text", "echo": True}, True),
+        ({"prompt": "text", "logprobs": 2}, True),
+    ],
+)
+def test_what_two_engines_can_share(body: dict[str, Any], shared: bool) -> None:
+    assert dispatch.is_for_two(body) is shared
+
+
+NO_ENGINES = ["http://a", "a=b:1", "http://a=", "http://a=b", "http://a=b:0"]
+NO_ENGINES += [f"{url}=b:1" for url in ("http://[::1", "http://", "http://a:99999")]
+NO_ENGINES += ["http://a:x=b:1", "http://a?b=b:1", "http://user:word@a=b:1"]
+NO_STAGES = [f"http://a=b:1,stages={count}" for count in ("0", "2", "-1", "x", "1,2")]
+
+
+@pytest.mark.parametrize("text", NO_ENGINES + NO_STAGES)
+def test_an_engine_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_engine(text)
+    assert "word" not in str(caught.value)
+
+
+def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse_engine("http://a:1/=b:2,c:3") == VllmServer(
+        "http://a:1", ("b:2", "c:3")
+    )
+    staged = parse_engine("http://a:1=b:2,c:3,stages=2")
+    assert staged == VllmServer("http://a:1", ("b:2", "c:3"), 2)
+    for asked in (dispatch.for_prefill, dispatch.for_decode):
+        told = asked(ASK, staged, "t", UNSIGNED)["kv_transfer_params"]
+        assert (told["remote"], told["stages"]) == (["b:2", "c:3"], 2)
+    with pytest.raises(SystemExit):
+        main(["--prefill", "nonsense", "--decode", "http://a=b:1"])
+    assert "engine 'nonsense'" in capsys.readouterr().err
+    for port in ("-1", "99999"):  # a resolver would make another one of it
+        with pytest.raises(SystemExit):
+            main(["--decode", "http://a=b:1", "--port", port])
+        assert f"--port {port}: pass 0 to 65535" in capsys.readouterr().err

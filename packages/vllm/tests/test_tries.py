@@ -1,0 +1,363 @@
+"""What is tried again, and where: on engines that are well, and never on all of them.
+
+What an engine could answer is answered, however many tries others have had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+from unittest.mock import Mock
+
+import aiohttp
+import pytest
+
+from kvwire.aio import end_task
+from kvwire_vllm.proxy.client import EngineFailed, Prober
+from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
+from kvwire_vllm.proxy.engines import DOWN_S, VllmServer
+from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE
+from kvwire_vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
+from packages.vllm.tests.support.proxies import (
+    ASK,
+    EVENTS,
+    Client,
+    Decoder,
+    Engines,
+    Handler,
+    Said,
+    answer,
+    app,
+    broken,
+    fails,
+    fine,
+    fleet_in_turns,
+    post,
+    refused,
+    turns_until,
+)
+
+DECODE = [VllmServer(f"http://d{i}", (f"d{i}:1",)) for i in range(6)]
+PREFILL = [VllmServer(f"http://p{i}", (f"p{i}:1",)) for i in range(6)]
+
+
+async def dies(_: dict[str, Any]) -> Said:
+    raise aiohttp.ServerDisconnectedError
+
+
+front = partial(app, prefill=(), decode=DECODE)
+
+
+@pytest.mark.parametrize(("fails", "status"), [(broken, 500), (dies, 502)])
+async def test_a_request_that_decode_engines_fail_of(
+    fails: Handler, status: int
+) -> None:
+    """Two are enough. The client is not told to come again in a moment."""
+    engines = Engines(**{f"d{i}": fails for i in range(6)})
+    said = await post(front(engines))
+    assert said.status_code == status
+    assert "retry-after" not in said.headers
+    assert len(engines.asked) == 2
+
+
+async def test_a_request_that_prefill_engines_fail_of() -> None:
+    """It is not computed by decode engines then."""
+    engines = Engines(**{f"p{i}": dies for i in range(6)})
+    said = await post(front(engines, prefill=PREFILL, order=IN_SEQUENCE))
+    assert said.status_code == 502
+    assert [host[0] for host in engines.hosts()] == ["p", "p"]
+
+
+async def test_engines_that_nobody_reaches_are_not_counted() -> None:
+    engines = Engines(d0=refused, d1=refused, d2=refused, d3=dies, d4=refused)
+    assert (await post(front(engines))).status_code == 200
+    assert len(engines.asked) == 6
+
+
+async def test_engines_that_were_down_before_are_not_counted() -> None:
+    """So a fleet whose prefill engines are all broken answers as one without any."""
+    for order in (AT_ONCE, IN_SEQUENCE):
+        engines = Engines(p0=broken, p1=broken, p2=broken)
+        application = front(engines, prefill=PREFILL[:3], order=order)
+        for _ in range(3):
+            assert (await post(application)).status_code == 200
+
+
+async def test_prefill_engines_that_a_request_breaks() -> None:
+    """They were well before it: no other gets it, as it would break as well."""
+
+    async def breaks(body: dict[str, Any]) -> Said:
+        return await (broken if body else fine)(body)
+
+    engines = Engines(**{f"p{i}": breaks for i in range(6)})
+    said = await post(front(engines, prefill=PREFILL, order=IN_SEQUENCE))
+    assert said.status_code == 500
+    computed = [host for host, body in engines.asked if body and host[0] == "p"]
+    assert len(computed) == 2
+
+
+async def test_when_an_engine_that_has_failed_may_be_asked_again() -> None:
+    async def busy(_: dict[str, Any]) -> Said:
+        status, headers, parts = answer(503, {})
+        return status, {**headers, "retry-after": "7"}, parts
+
+    said = await post(front(Engines(**{f"d{i}": busy for i in range(6)})))
+    assert (said.status_code, said.headers["retry-after"]) == (503, "7")
+
+
+async def test_a_stream_that_engines_die_of() -> None:
+    """At one token: the first engine, and the one that went on."""
+
+    async def begins(body: dict[str, Any]) -> Said:
+        async def parts() -> Any:
+            yield b'data: {"choices":[{"index":0,"text":""}]}\n\n'
+            async for part in Decoder(0, dies=True).parts(body):
+                yield part
+
+        return 200, EVENTS, parts()
+
+    engines = Engines(
+        d0=Decoder(3, dies=True), **{f"d{i}": begins for i in range(1, 6)}
+    )
+    client = Client(front(engines, migrate=True))
+    async with asyncio.timeout(60):
+        await client.read()
+    assert client.done
+    assert client.events[-1]["error"]["code"] == 502
+    assert engines.hosts() == ["d0", "d2"]
+
+
+async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
+    """It is this process that has none, so no other engine is asked either."""
+
+    async def none_left(_: dict[str, Any]) -> Said:
+        error = OSError(errno.EMFILE, "")
+        raise aiohttp.ClientConnectorError(Mock(), error)
+
+    engines = Engines(**{f"d{i}": none_left for i in range(6)})
+    fleet = fleet_in_turns([], DECODE)
+    said = await post(app(engines, fleet=fleet))
+    assert said.status_code == 503
+    assert said.json()["error"]["message"] == "Too many open files"
+    assert len(engines.asked) == 1
+    prober = Prober(fleet, engines)
+    probing = asyncio.ensure_future(prober.run())
+    await turns_until(lambda: len(engines.asked) == 1 + len(DECODE))
+    await end_task(probing)
+    assert {one.state(fleet.clock()) for one in fleet.engines} == {"up"}
+
+
+# --- who answers when some engines do not ---------------------------------------------
+
+ORDERS = pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
+MANY = 5 * int(PROXY_RETRY_RESERVE)
+
+
+class Pairs(Engines):
+    """Engines of both roles: what prefill has not computed, decode waits for."""
+
+    def __init__(self, **handlers: Handler) -> None:
+        super().__init__(**handlers)
+        self._ready: dict[str, asyncio.Event] = {}
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: Mapping[str, Any] | bytes | None,
+    ) -> AsyncIterator[Said]:
+        fields = body if isinstance(body, Mapping) else {}
+        params = fields.get("kv_transfer_params") or {}
+        ready = self._ready.setdefault(params.get("transfer_id", ""), asyncio.Event())
+        async with super()._request(method, url, headers, body) as said:
+            if params.get("do_remote_decode") and said[0] == 200:
+                ready.set()
+            if params.get("do_remote_prefill") and said[0] == 200:
+                await ready.wait()
+            yield said
+
+
+def dispatcher(
+    engines: Engines,
+    prefill: int,
+    decode: int,
+    order: str = AT_ONCE,
+    clock: Callable[[], float] = lambda: 0.0,
+) -> Dispatcher:
+    fleet = fleet_in_turns(PREFILL[:prefill], DECODE[:decode], clock=clock)
+    return Dispatcher(engines, fleet, order=order)
+
+
+async def ask(asking: Dispatcher, **more: Any) -> tuple[int, bytes]:
+    async with AsyncExitStack() as stack:
+        request = ClientRequest("/v1/completions", {**ASK, **more})
+        said = await asking.ask(request, stack)
+        return said.status, await said.body()
+
+
+async def gone(_: dict[str, Any]) -> Said:
+    raise TimeoutError
+
+
+FAILURES = pytest.mark.parametrize("fails", [refused, broken, dies, gone])
+
+
+@ORDERS
+@FAILURES
+async def test_without_prefill_decode_answers_all(fails: Handler, order: str) -> None:
+    """The one prefill engine is down: only the first request asks it."""
+    engines = Pairs(p0=fails)
+    asking = dispatcher(engines, 1, 1, order)
+    assert {(await ask(asking))[0] for _ in range(MANY)} == {200}
+    assert engines.hosts().count("p0") == 1
+    assert asking.budget.spent <= 1
+    assert asking.budget.refused == 0
+
+
+@ORDERS
+@FAILURES
+@pytest.mark.parametrize("who", ["p0", "d0"])
+async def test_a_spent_budget_costs_no_answer(
+    who: str, fails: Handler, order: str
+) -> None:
+    """All are asked at once, so none knows yet that the engine is dead."""
+    begun = asyncio.Event()
+
+    async def late(body: dict[str, Any]) -> Said:
+        await begun.wait()
+        return await fails(body)
+
+    engines = Pairs(**{who: late})
+    asking = dispatcher(engines, 1, 2, order)
+    asked = [asyncio.ensure_future(ask(asking)) for _ in range(MANY)]
+    await turns_until(lambda: engines.hosts().count(who) >= MANY // 2)
+    begun.set()
+    assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+
+@ORDERS
+async def test_engines_without_room_are_no_reason_to_refuse(order: str) -> None:
+    """Three say so; it is not the request that they fail of."""
+
+    full = fails(503, "no room")
+    engines = Pairs(p0=full, p1=full, d0=full)
+    asking = dispatcher(engines, 2, 2, order)
+    assert (await ask(asking))[0] == 200
+    assert asking.budget.spent == 0
+    engines.handlers |= {"d0": full, "d1": full}
+    with pytest.raises(EngineFailed, match="no room") as caught:
+        await ask(asking)
+    assert caught.value.status == 503
+
+
+@ORDERS
+@FAILURES
+async def test_without_decode_prefill_answers_alone(fails: Handler, order: str) -> None:
+    """Where decode says that it has failed, it may have for want of KV: once more."""
+    engines = Pairs(d0=fails)
+    asking = dispatcher(engines, 1, 1, order)
+    for _ in range(MANY):
+        assert await ask(asking) == (200, b'{"tokens": 9}')
+    assert engines.hosts().count("d0") == 1 + (fails is broken)
+    assert engines.params("p0")[-MANY:] == [None] * MANY
+
+
+@pytest.mark.parametrize("seed", range(5))
+@ORDERS
+async def test_engines_of_both_roles_come_and_go(seed: int, order: str) -> None:
+    """One of them is well at any time; which one, nobody knows before it is asked."""
+    chance, now = random.Random(seed), 0.0
+    engines = Pairs()
+    asking = dispatcher(engines, 2, 2, order, lambda: now)
+    hosts = ["p0", "p1", "d0", "d1"]
+    for _ in range(MANY):
+        well = chance.choice(hosts)
+        failing = {host: chance.choice((refused, gone)) for host in hosts}
+        engines.handlers = failing | {well: fine}
+        assert (await ask(asking))[0] == 200
+        now += DOWN_S
+
+
+async def test_an_error_names_all_that_have_failed() -> None:
+    engines = Pairs(p0=refused, d0=refused, d1=gone)
+    with pytest.raises(EngineFailed) as caught:
+        await ask(dispatcher(engines, 1, 2))
+    said = caught.value.why
+    assert said.startswith("no engine has answered: ")
+    assert "prefill: Connection refused" in said
+    assert "decode: Connection refused" in said
+    assert "decode: no connection within 5 s" in said
+
+
+async def test_a_fleet_of_broken_engines_is_not_asked_again_and_again() -> None:
+    engines = Pairs(**{f"d{i}": broken for i in range(6)})
+    asking = dispatcher(engines, 0, 6)
+    for _ in range(MANY):
+        with pytest.raises(EngineFailed):
+            await ask(asking)
+    assert len(engines.asked) <= MANY + asking.budget.spent
+    assert asking.budget.refused
+
+
+async def test_decode_that_fails_with_prefill_is_not_blamed() -> None:
+    """It may have waited for KV that will not come."""
+    failing = asyncio.Event()
+
+    async def fails(_: dict[str, Any]) -> Said:
+        await failing.wait()
+        return answer(500, {})
+
+    engines = Pairs(p0=fails, d0=fails)
+    asking = dispatcher(engines, 1, 1)
+    asked = asyncio.ensure_future(ask(asking))
+    await turns_until(lambda: len(engines.asked) == 2)
+    failing.set()
+    engines.handlers = {}  # of the next try
+    assert (await asked)[0] == 200
+    assert engines.hosts() == ["p0", "d0", "d0"]
+
+
+# --- answers that are errors ----------------------------------------------------------
+
+REFUSALS = [400, 401, 403, 404, 408, 413, 422, 429, 501]
+
+
+@ORDERS
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"stream": True}], ids=str)
+@pytest.mark.parametrize("who", ["p0", "d0"])
+@pytest.mark.parametrize("status", REFUSALS)
+async def test_a_refusal_is_an_answer(
+    status: int, who: str, more: dict[str, Any], order: str
+) -> None:
+    """The client has its text; it costs no other client a try, and harms no engine."""
+    engines = Pairs(**{who: fails(status, "no such model")})
+    fleet = fleet_in_turns(PREFILL[:1], DECODE[:1])
+    asking = Dispatcher(engines, fleet, order=order)
+    answers = who == "d0" or "n" not in more
+    for number in range(3):
+        got, body = await ask(asking, **more)
+        assert got == (status if answers else 200)
+        assert (b"no such model" in body) is answers
+        assert engines.hosts().count("d0") <= number + 1
+    assert asking.budget.spent == 0
+    for engine in fleet.engines:
+        assert (engine.failed, engine.state(fleet.clock())) == (0, "up")
+
+
+@ORDERS
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("status", [404, 429])
+async def test_a_refusal_of_a_request_that_could_move(
+    status: int, stream: bool, order: str
+) -> None:
+    engines = Pairs(p0=fails(status, "why"), d0=fails(status, "why"))
+    application = front(engines, prefill=PREFILL[:1], order=order, migrate=True)
+    said = await post(application, {**ASK, "stream": stream})
+    assert (said.status_code, said.json()) == (status, {"error": {"message": "why"}})

@@ -1,0 +1,390 @@
+"""Workers of two engines, on real sockets: what arrives, and when memory is free."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvwire import Connection, Incoming
+from kvwire_vllm import receiving
+from kvwire_vllm.metadata import WorkerStep
+from kvwire_vllm.metrics import REASONS
+from packages.vllm.tests.support import fakes, steps
+from tests.support.traces import Traces
+from tests.support.waiting import eventually
+
+
+@pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
+def test_a_prompt_arrives(stream: str) -> None:
+    with steps.workers(stream=stream) as (p, d):
+        steps.ask(d, p)
+        steps.give(p, d)
+        assert steps.arrives(d)
+        assert d.side.take_errors() == set()
+        # Only now does the scheduler end it, and hears at once that it has drained.
+        assert p.side.finished(()) == (set(), set())
+        assert steps.drained(p)
+
+
+def test_chunks_leave_before_the_prompt_is_whole() -> None:
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p, d, stop=5)
+        assert eventually(lambda: d.holds(steps.INTO[:1]))
+        assert d.side.finished(()) == (set(), set())
+        steps.prefill(p, WorkerStep(written=[steps.written(steps.FROM[1:], 10)]))
+        assert steps.arrives(d)
+
+
+@pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
+def test_results_are_asked_for_before_a_draft_model_has_run(stream: str) -> None:
+    """As vLLM's second model runner does: the drafter writes the last layer later."""
+    *model, draft = fakes.NAMES
+    with steps.workers(stream=stream) as (p, d):
+        steps.ask(d, p)
+        p.side.begin_step(steps.sending(steps.FROM, 10, steps.addresses([d])))
+        for name in model:
+            p.write(name, steps.FROM)
+            p.side.layer_written(name)
+        p.side.start_loads()
+        assert p.side.finished(()) == (set(), set())
+        assert not p.side._departures["p"].finished
+        if stream == "layer":
+            assert eventually(lambda: d.holds(steps.INTO[:2], len(model)))
+        assert d.side.finished(()) == (set(), set())
+        p.write(draft, steps.FROM)
+        p.side.layer_written(draft)
+        p.side.step_written()
+        assert steps.arrives(d)
+        # The scheduler has seen the answer, and ends the request in its next step.
+        p.side.begin_step(WorkerStep())
+        assert steps.drained(p)
+
+
+@pytest.mark.parametrize(
+    ("producers", "consumers"),
+    [
+        ((1, 1), (2, 1)),
+        ((2, 1), (1, 1)),
+        ((2, 1), (4, 1)),
+        ((4, 1), (2, 1)),
+        ((1, 2), (1, 1)),
+        ((1, 1), (1, 2)),
+        ((1, 3), (2, 2)),
+        ((4, 2), (1, 3)),
+    ],
+)
+def test_engines_of_other_shapes(
+    producers: tuple[int, int], consumers: tuple[int, int]
+) -> None:
+    """Ranks of each stage, and stages."""
+    with steps.engines(producers, consumers) as (there, here):
+        for d in here:
+            steps.fetch(d, steps.fetching(steps.addresses(there), stages=producers[1]))
+        for p in there:
+            steps.prefill(
+                p, steps.sending(steps.FROM, 10, steps.addresses(here), consumers[1])
+            )
+        for d in here:
+            assert steps.arrives(d)
+        for p in there:
+            assert steps.drained(p)
+
+
+@pytest.mark.parametrize(("there", "stages"), [((2, 1), 1), ((1, 2), 1), ((1, 3), 2)])
+def test_a_request_that_names_too_few_ranks(
+    there: tuple[int, int], stages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that the first ranks have arrives, and none of it is used."""
+    with steps.engines(there, (1, 1)) as (others, (d,)):
+        some = others[:stages]
+        steps.fetch(d, steps.fetching(steps.addresses(some), stages=stages))
+        for p in some:
+            steps.give(p)
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set(steps.INTO)
+    assert any("none of the ranks in the request has" in m for m in caplog.messages)
+
+
+def test_what_cannot_be_sent_is_told_and_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("out of something")
+
+    monkeypatch.setattr("kvwire.Communicator.publish", fail)
+    with steps.workers() as (p, _):
+        steps.give(p)
+        assert steps.drained(p)
+
+
+def test_what_one_rank_of_several_cannot_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others touch no block any more when it is told."""
+    begun: list[Incoming] = []
+    pull = Connection.pull
+
+    def second_fails(*what: Any, **more: Any) -> Incoming:
+        if begun:
+            raise RuntimeError("out of something")
+        begun.append(pull(*what, **more))
+        return begun[-1]
+
+    monkeypatch.setattr(Connection, "pull", second_fails)
+    with steps.engines((2, 1), (1, 1)) as (there, (d,)):
+        steps.fetch(d, steps.fetching(steps.addresses(there)))
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set(steps.INTO)
+        (one,) = begun
+        assert one.is_drained
+
+
+@pytest.mark.parametrize(("there", "here"), [(4, 2), (2, 4), (4, 8)])
+def test_blocks_of_other_sizes(there: int, here: int) -> None:
+    """What is the same prompt shows its content, and not the hashes of its blocks."""
+    rng, counts = np.random.default_rng(7), (-(-10 // there), -(-10 // here))
+    p, d = (fakes.Worker(block_tokens=size) for size in (there, here))
+    with closing(p), closing(d):
+        for tensor in p.tensors.values():
+            tensor[:] = rng.random(tensor.shape, np.float32)
+        blocks, into = list(range(1, 1 + counts[0])), list(range(3, 3 + counts[1]))
+        for content, lost in ((b"one", set[int]()), (b"other", set(into))):
+            load, send = (
+                steps.fetching(steps.addresses([p])),
+                steps.sending(blocks, 10, steps.addresses([d])),
+            )
+            load.loads[0].blocks = {"0": into}
+            load.loads[0].hashes = {"0": [b"%d" % at for at in into]}
+            load.loads[0].content = content
+            send.sends[0].hashes = {"0": [b"%d" % at for at in blocks]}
+            send.sends[0].content = b"one"
+            steps.fetch(d, load)
+            p.side.begin_step(send)
+            p.side.step_written()
+            assert eventually(lambda: steps.received(d))
+            assert d.side.take_errors() == lost
+            assert steps.drained(p)
+        for name in fakes.NAMES:
+            assert np.array_equal(
+                in_tokens(p.tensors[name][blocks]), in_tokens(d.tensors[name][into])
+            )
+
+
+def in_tokens(blocks: Any) -> Any:
+    """The prompt's ten tokens of some blocks: (head, token, number)."""
+    count, heads, tokens, numbers = blocks.shape
+    by_head = blocks.transpose(1, 0, 2, 3)
+    return by_head.reshape(heads, count * tokens, numbers)[:, :10]
+
+
+@pytest.mark.parametrize("order", list(fakes.ORDERS))
+def test_memory_in_any_order_of_vllm(order: str) -> None:
+    """To and from an engine whose attention backend has the first."""
+    for there, here in ((order, "LBHNC"), ("LBHNC", order)):
+        p, d = fakes.Worker(order=there), fakes.Worker(order=here)
+        with closing(p), closing(d):
+            steps.ask(d, p)
+            steps.give(p)
+            assert steps.arrives(d)
+            others = [block for block in range(fakes.BLOCKS) if block not in steps.INTO]
+            assert all(
+                (d.read(name)[others] == fakes.FREE).all() for name in fakes.NAMES
+            )
+
+
+def test_what_is_here_is_neither_sent_nor_written_to() -> None:
+    with steps.workers() as (p, d):
+        steps.give(p)
+        steps.ask(d, p, cached=1)
+        assert eventually(lambda: steps.received(d))
+        assert all(
+            (tensor[steps.INTO[0]] == fakes.FREE).all() for tensor in d.tensors.values()
+        )
+        assert d.tensors[fakes.NAMES[0]][steps.INTO[1], 0, 0, 0] == 100
+
+
+def test_a_rank_whose_heads_others_send_has_sent_at_once() -> None:
+    """Eight ranks of a model with four heads: every second one has nothing to do."""
+    with closing(fakes.Worker(1, 8)) as worker:
+        worker.side.begin_step(steps.sending(steps.FROM, 10, ("127.0.0.1:9",)))
+        worker.forward(steps.FROM)
+        assert worker.side.finished(()) == (set(), set())
+        assert worker.side.finished(("p", "other")) == ({"p"}, set())
+
+
+def test_preempted_blocks_are_free_when_the_fence_returns() -> None:
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p)
+        p.side.fence(WorkerStep(fenced={"p", "somebody-else"}))
+        for tensor in p.tensors.values():
+            tensor[:] = 7
+        assert eventually(lambda: steps.received(d))
+        errors = d.side.take_errors()
+        assert set(steps.INTO[1:]) <= errors
+        assert steps.INTO[0] in errors or d.holds(steps.INTO[:1])
+
+
+@pytest.mark.parametrize("at_decode", [True, False])
+def test_a_request_that_is_aborted_is_reported_and_free_on_both_sides(
+    at_decode: bool,
+) -> None:
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p)
+        if at_decode:
+            d.side.finished(("d",))
+        else:
+            p.side.finished(("p",))
+        assert eventually(lambda: steps.received(d))
+        assert at_decode or set(steps.INTO[1:]) <= d.side.take_errors()
+        assert steps.drained(p)
+
+
+def test_a_span_that_nobody_can_take_costs_no_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request of an engine that traces, where OpenTelemetry is not installed."""
+    monkeypatch.setitem(sys.modules, "kvwire.observe.opentelemetry", None)
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give(p)
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set()
+
+
+def test_nobody_wants_it_any_more() -> None:
+    """Whose client traces nothing."""
+    with steps.workers() as (p, d):
+        steps.give(p)
+        p.side.finished(("p",))
+        assert p.side._departures
+        remote = steps.addresses([p])
+        steps.fetch(d, steps.fetching(remote, declined=True, traceparent=""))
+        assert eventually(lambda: steps.freed(p))
+        assert d.side.finished(()) == (set(), set())
+
+
+def test_nobody_comes() -> None:
+    with steps.workers(lease_s=0.2) as (p, _):
+        steps.give(p)
+        assert steps.drained(p)
+
+
+@pytest.mark.parametrize("stages", [1, len(fakes.NAMES) + 1])
+def test_the_other_engine_is_not_there(stages: int) -> None:
+    """Or has more stages than layers. Decode computes every block; prefill lives."""
+    with steps.workers(load_timeout_s=0.3, lease_s=0.3) as (p, d):
+        gone = ("127.0.0.1:9",) * stages
+        steps.fetch(d, steps.fetching(gone, stages=stages))
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set(steps.INTO)
+        reason = "unreachable" if stages == 1 else "refused"
+        assert d.side.take_observed() == {"missing_blocks": [3.0], reason: [1.0]}
+        steps.prefill(p, steps.sending(steps.FROM, 10, gone, stages))
+        assert steps.drained(p)
+
+
+def test_a_prompt_that_was_fetched_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill has said where it is, and it is there no more: nobody waits for long."""
+    monkeypatch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
+    with steps.workers() as (p, d):
+        steps.give(p)
+        p.side.finished(("p",))
+        for missing in (set[int](), set(steps.INTO)):
+            steps.ask(d, p, computed=True)
+            assert eventually(lambda: steps.received(d))
+            assert d.side.take_errors() == missing
+            assert ("unpublished" in d.side.take_observed()) is bool(missing)
+
+
+@pytest.mark.parametrize(
+    ("reason", "config"),
+    [
+        ("unequal", {"profile": {"vllm_weights": "others"}}),
+        ("untrusted", {"trust": "psk"}),
+    ],
+)
+def test_why_engines_share_nothing(
+    reason: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """By the reason that is counted; the other engine is there and has the prompt."""
+    if reason == "untrusted":
+        key = tmp_path / "key"
+        key.write_text("ab" * 32)
+        key.chmod(0o600)
+        config = config | {"psk_file": str(key)}
+    with (
+        closing(fakes.Worker(config={"profile": {"vllm_weights": "mine"}})) as p,
+        closing(fakes.Worker(config=config, load_timeout_s=0.3)) as d,
+    ):
+        steps.give(p)
+        steps.ask(d, p)
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set(steps.INTO)
+        assert d.side.take_observed() == {"missing_blocks": [3.0], reason: [1.0]}
+
+
+def test_a_prompt_that_prefill_gives_up_is_counted() -> None:
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p)
+        p.side.finished(("p",))
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_observed()["unpublished"] == [1.0]
+
+
+def test_a_request_that_nobody_wants_has_no_reason() -> None:
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give_first(p)
+        d.side.finished(("d",))
+        assert eventually(lambda: steps.received(d))
+        assert not REASONS.keys() & d.side.take_observed().keys()
+
+
+def test_another_prompt_is_refused() -> None:
+    with steps.workers() as (p, d):
+        steps.give(p)
+        step = steps.fetching(steps.addresses([p]))
+        step.loads[0].hashes = {"0": steps.HASHES[::-1]}
+        steps.fetch(d, step)
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set(steps.INTO)
+        assert d.tensors[fakes.NAMES[0]].max() == fakes.FREE
+
+
+def test_both_ends_are_spans_of_the_request() -> None:
+    traces = Traces()
+    with steps.workers() as (p, d):
+        for worker in (p, d):
+            worker.side.trace(traces.provider)
+        steps.ask(d, p)
+        steps.give(p)
+        assert steps.arrives(d)
+        assert steps.drained(p)
+    spans = traces.spans()
+    assert spans.keys() == {"kvwire send", "kvwire receive"}
+    for span in spans.values():
+        assert span.context is not None
+        assert span.parent is not None
+        assert f"{span.context.trace_id:x}-{span.parent.span_id:x}" in steps.SPAN
+
+
+def test_a_step_that_only_waits_ends_with_what_it_waits_for() -> None:
+    with steps.workers() as (p, d):
+        steps.ask(d, p)
+        steps.give(p)
+        for _ in range(1000):
+            d.side.begin_step(WorkerStep(idle=True))
+            if steps.received(d):
+                break
+        assert d.holds(steps.INTO[:2])
+        p.side.begin_step(WorkerStep(idle=True))
+        assert steps.drained(p)
