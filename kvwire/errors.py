@@ -52,7 +52,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Final
 from urllib.parse import quote
 
-from kvwire.limits import LOG_CHARS_MAX, NAME_CHARS_MAX, REASON_CHARS_MAX
+from kvwire.limits import NAME_CHARS_MAX, REASON_CHARS_MAX
+
+# websockets truncates a peer's text in logs to 75 characters.
+LOG_CHARS_MAX: Final = 75
 
 
 class WireCode(enum.IntEnum):

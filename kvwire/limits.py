@@ -1,9 +1,9 @@
-"""The bounds that several rooms share, with reasons; assertions relate them.
+"""The bounds of the protocol and of the settings, with reasons; assertions relate them.
 
-A number from a peer is compared with a bound before it is used. A bound that concerns
-only one room is in that room's ``limits.py``. Units are in the names. If users may
-change a bound, it is a default of :class:`kvwire.Config`, and the ``_MAX`` beside it is
-the largest value that Config accepts.
+A number from a peer is compared with a bound before it is used. A bound that only one
+file uses stands in that file. Units are in the names. If users may change a bound, it
+is a default of :class:`kvwire.Config`, and the ``_MAX`` beside it is the largest value
+that Config accepts.
 """
 
 from __future__ import annotations
@@ -42,10 +42,6 @@ EAGER_BYTES_MAX: Final = 72 * KIB
 EAGER_WINDOW_BYTES: Final = 1 * MIB
 EAGER_WINDOW_BYTES_MAX: Final = 64 * MIB
 EAGER_WINDOW_MESSAGES: Final = 1024
-# The most tags of one connection whose messages are dropped on arrival; beyond this the
-# oldest tag is forgotten. Each tag belongs to a cancelled request, whose late answer
-# comes soon or never.
-DISCARDED_TAGS_MAX: Final = 4096
 # The size of one request: enough for the KV cache of one long prompt of a 70B-class
 # model.
 REQUEST_BYTES_MAX: Final = 64 * GIB
@@ -89,23 +85,10 @@ LANE_TIMEOUT_S: Final = 2.0
 # --- tables ---------------------------------------------------------------------------
 # The most requests open at once per connection and side.
 REQUESTS_MAX: Final = 4096
-# The most chunks that one link has not yet reported as sent. For the peer, a get has
-# already ended when only this report is missing; so twice REQUESTS_MAX are admitted,
-# and no honest peer is refused.
-LINK_CHUNKS_MAX: Final = REQUESTS_MAX
 # A transfer's priority: higher ones go first. One byte on the wire.
 PRIORITY_MAX: Final = 255
-# Request numbers are 32 bits and never reused within a connection.
-REQUEST_ID_MAX: Final = 2**32 - 1
-# The most entries in a table: a program with more open objects has forgotten to close
-# some.
-GRANTS_MAX: Final = 65_536
-REGIONS_MAX: Final = 65_536
 
-WINDOWS_MAX: Final = 1024
-# Per connection: the most open windows of the peer, and the most distinct geometries
-# that read them.
-WINDOWS_OPEN_MAX: Final = 1024
+# The most distinct geometries that read the windows of one connection.
 WINDOW_VIEWS_MAX: Final = 64
 # One frame names at most this many blocks, with 12 bytes each; their payload is sent as
 # one request. A larger get needs several frames.
@@ -135,15 +118,10 @@ CPU_MAX: Final = 1023
 PROFILE_FIELDS_MAX: Final = 256
 
 # --- KV caches ------------------------------------------------------------------------
-# Limits for a peer's description of its cache. Today's largest models have 128 layers,
-# 128 KV heads, heads of 576 elements and 5 groups; tensor parallelism stays below 1024.
+# Limits for a peer's description of its cache. Today's largest models have 128 layers
+# and 5 groups.
 KV_LAYERS_MAX: Final = 4096
-KV_HEADS_MAX: Final = 4096
-KV_HEAD_DIM_MAX: Final = 65_536
-# A recurrent state of one layer; models of 2026 have up to 20 MiB.
-KV_STATE_BYTES_MAX: Final = 1024 * MIB
 KV_BLOCK_TOKENS_MAX: Final = 65_536
-KV_SHARDS_MAX: Final = 4096
 KV_GROUPS_MAX: Final = 64
 # Blocks in the list of one transfer: 10 million tokens at 4 tokens a block fit.
 KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
@@ -152,24 +130,15 @@ KV_BLOCKS_MAX: Final = 4 * 1024 * 1024
 SEGMENTS_MAX: Final = 65_536
 # A longer mark is divided, because a lost link makes us send up to one segment again.
 SEGMENT_BYTES: Final = 16 * MIB
-# The most bytes of one segment, unless it is a single granule: a mark is divided into
-# equal segments, each less than twice SEGMENT_BYTES. The consumer maps a whole segment
-# in one step.
-SEGMENT_BYTES_MAX: Final = 2 * SEGMENT_BYTES
-# Bytes of one transfer that are queued on a link at once: looking up their fragments
-# blocks the loop on either side for half a millisecond. More would not keep the wire
-# busier.
-AHEAD_BYTES: Final = 4 * SEGMENT_BYTES
 # A cache group of a transfer may consist of KV_PIECES_MAX pieces of this side's memory,
 # or of more if they have at least KV_PIECE_BYTES on average. The peer's layout
 # determines their number, and each needs 24 bytes of tables. The smallest heads of real
 # models have 64 elements of one byte.
 KV_PIECES_MAX: Final = 1024 * 1024
 KV_PIECE_BYTES: Final = 64
-# Cached results: per pair of descriptions, for transfers of the same sizes, and per
-# range of layers. Beyond these numbers they are computed again.
+# Cached results for pairs of descriptions, and for transfers of the same sizes. Beyond
+# this number they are computed again.
 KV_TEMPLATES_MAX: Final = 64
-KV_TEMPLATE_STEPS_MAX: Final = 4096
 # Consecutive layers are sent together up to this size: announcing a smaller layer costs
 # more than sending it early gains.
 GROUP_BYTES: Final = 256 * KIB
@@ -177,26 +146,15 @@ GROUP_BYTES: Final = 256 * KIB
 # in up to 26 bytes. Layers that arrived in order form one box.
 LANDED_BOXES_MAX: Final = 1000
 LANDED_BOX_BYTES: Final = 26
-# Ids of failed transfers, which are kept to answer late requests.
-TOMBSTONES_MAX: Final = 4096
 # The most segments that one SEGMENT_ACK or the COMMIT_ACK may name, in up to 5 bytes
 # each.
 LANDED_MAX: Final = 1024
 SETTLED_MAX: Final = 8192
 # The most unmatched transfers that a peer has opened, with their descriptions.
 TRANSFERS_WAITING_MAX: Final = 1024
-# Memory for these descriptions and their records, per connection and in total: 8 KiB
-# for each waiting transfer, enough for about a hundred groups or a partial redial.
-WAITING_BYTES_MAX: Final = 8 * MIB
-WAITING_BYTES_ALL_MAX: Final = 64 * MIB
-# The memory of one record besides its description.
-WAITING_RECORD_BYTES: Final = 2 * KIB
 TRANSFER_ID_BYTES_MAX: Final = 256
 DESCRIPTION_BYTES_MAX: Final = 48 * KIB
-# How long a producer's FIN may wait for a frame that can carry it, and the most FINs
-# that may wait together. The wait is a fraction of the cost of waking both sides' busy
-# loops.
-LAST_FIN_DELAY_S: Final = 0.02
+# The most FINs of producers that may wait together for a frame that can carry them.
 LAST_FINS_MAX: Final = 64
 # A SEGMENT_ACK waits for up to this many segments, and no longer than a FIN may wait:
 # one frame per segment would be a third of a small layer's cost. Also the most small
@@ -206,13 +164,7 @@ SEGMENTS_TOGETHER: Final = 8
 # --- strings --------------------------------------------------------------------------
 NAME_CHARS_MAX: Final = 128
 KEY_ID_BYTES: Final = 16
-# SHA-256 of two certificates, the client's and the server's.
-BINDING_BYTES: Final = 64
-PSK_BYTES_MIN: Final = 32
-PSK_BYTES_MAX: Final = 1024
 REASON_CHARS_MAX: Final = 200
-# websockets truncates a peer's text in logs to 75 characters.
-LOG_CHARS_MAX: Final = 75
 
 # --- time -----------------------------------------------------------------------------
 # NATS gives 2 s to authenticate and 2 s for TLS; asyncio's 60 s is far too long.
@@ -227,11 +179,6 @@ PING_INTERVAL_MIN_S: Final = 0.2
 PING_MISSES_MIN: Final = 2
 # For more patience, set longer intervals.
 PING_MISSES_MAX: Final = 10
-# Twice what an honest peer sends at the shortest interval; gRPC disconnects a client
-# that pings too often as well.
-PINGS_PER_SECOND_MAX: Final = 10
-# The most pings that may arrive at once, when a network recovers after ten minutes.
-PINGS_SAVED_MAX: Final = 6000
 CLOSE_TIMEOUT_S: Final = 5.0
 # How much longer the end of a link may take on a busy loop.
 CLOSE_SLACK_S: Final = 1.0
@@ -251,8 +198,6 @@ QUARANTINE_BYTES: Final = 4 * GIB
 # How long an address of a name may take to answer before the next one is dialled as
 # well: the default of RFC 8305, 5.
 DIAL_DELAY_S: Final = 0.25
-# If there was no memory for an outcome, it is tried again after this time.
-NO_MEMORY_S: Final = 0.1
 # How late our own loop may be before the stall counts as ours instead of the peer's.
 STALL_TOLERANCE_S: Final = 0.25
 
@@ -272,4 +217,3 @@ assert DESCRIPTOR_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert BOOTSTRAP_BYTES_MAX + KIB < CONTROL_BODY_BYTES_MAX
 assert PING_INTERVAL_S * PING_MISSES <= 6.5, "a dead peer is known within 6.5 s"
 assert PING_MISSES_MIN <= PING_MISSES <= PING_MISSES_MAX
-assert PING_INTERVAL_MIN_S * PINGS_PER_SECOND_MAX >= 2

@@ -11,8 +11,16 @@ from kvwire.backend import API_VERSION
 from kvwire.errors import WireCode
 from kvwire.kv.blocks import DEFAULT_GROUP
 from kvwire.kv.layout import AXES
-from kvwire.kv.spec import DTYPE_BYTES, KVSpec
+from kvwire.kv.spec import (
+    DTYPE_BYTES,
+    KV_HEAD_DIM_MAX,
+    KV_HEADS_MAX,
+    KV_SHARDS_MAX,
+    KVSpec,
+)
 from kvwire.proto.auth import Keys
+from kvwire.security import keys
+from kvwire.transfers.incoming import SEGMENT_BYTES_MAX
 from kvwire.transfers.offer import TRACE_BYTES, TransferOffer
 from kvwire.types import Role
 from kvwire.wire.control import _BODIES
@@ -138,13 +146,13 @@ def test_the_table_of_a_spec() -> None:
     assert sorted(described) == sorted(name for name, _ in spec.to_pairs())
     most = {
         "layers": limits.KV_LAYERS_MAX,
-        "kv_heads": limits.KV_HEADS_MAX,
-        "head_dim": limits.KV_HEAD_DIM_MAX,
+        "kv_heads": KV_HEADS_MAX,
+        "head_dim": KV_HEAD_DIM_MAX,
         "block_tokens": limits.KV_BLOCK_TOKENS_MAX,
         "components": 2,
-        "shard_rank": limits.KV_SHARDS_MAX - 1,
-        "shard_size": limits.KV_SHARDS_MAX,
-        "model_kv_heads": limits.KV_HEADS_MAX,
+        "shard_rank": KV_SHARDS_MAX - 1,
+        "shard_size": KV_SHARDS_MAX,
+        "model_kv_heads": KV_HEADS_MAX,
         "first_layer": limits.KV_LAYERS_MAX,
         "model_layers": limits.KV_LAYERS_MAX,
     }
@@ -161,13 +169,13 @@ def test_limits_in_the_text() -> None:
     text = " ".join(PAGE.split())
     for said in (
         f'offers `[["tcp", {API_VERSION}]]`',
-        f"pre-shared key ({limits.PSK_BYTES_MIN} to {limits.PSK_BYTES_MAX:,} bytes)",
+        f"pre-shared key ({keys.PSK_BYTES_MIN} to {keys.PSK_BYTES_MAX:,} bytes)",
         f"at most {limits.SEGMENTS_MAX:,}), its *box*",
         f"At most {limits.SETTLED_MAX:,} of them fit",
         f"has more than {limits.KV_PIECES_MAX:,} pieces",
         f"more than one for each {limits.KV_PIECE_BYTES} bytes",
         f"at most {limits.REQUEST_BYTES_MAX // limits.GIB} GiB",
-        f"has at most {limits.SEGMENT_BYTES_MAX // limits.MIB} MiB",
+        f"has at most {SEGMENT_BYTES_MAX // limits.MIB} MiB",
         f"at about {limits.SEGMENT_BYTES // limits.MIB} MiB",
         f"At most {limits.TRANSFERS_WAITING_MAX:,} transfers",
         f"at most {limits.DESCRIPTION_BYTES_MAX // limits.KIB} KiB",

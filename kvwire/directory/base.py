@@ -24,7 +24,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import ClassVar, Self, TypeAlias, TypeVar
+from typing import ClassVar, Final, Self, TypeAlias, TypeVar
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from kvwire.aio import (
@@ -34,12 +34,6 @@ from kvwire.aio import (
     end_task,
     run_to_completion,
     start_task,
-)
-from kvwire.directory.limits import (
-    DIRECTORY_LIST_S,
-    DIRECTORY_RETRY_S,
-    DIRECTORY_RETRY_S_MAX,
-    WITHDRAW_TIMEOUT_S,
 )
 from kvwire.directory.members import Change, Members
 from kvwire.directory.record import Record
@@ -52,6 +46,14 @@ from kvwire.errors import (
     nearest,
     shown,
 )
+
+# A directory that has not listed its members within this time counts as unreachable.
+DIRECTORY_LIST_S: Final = 10.0
+# An unreachable directory is tried again after a pause that doubles.
+DIRECTORY_RETRY_S: Final = 0.1
+DIRECTORY_RETRY_S_MAX: Final = 5.0
+# How long a close waits for the directory to remove records.
+WITHDRAW_TIMEOUT_S: Final = 1.0
 
 logger: logging.Logger = logging.getLogger("kvwire.directory")
 

@@ -14,10 +14,12 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import ClassVar, Final
 
 from kvwire.directory.base import Batch, Directory
-from kvwire.directory.limits import DNS_INTERVAL_S
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError
 from kvwire.types import Address
+
+# How often the resolver is asked.
+DNS_INTERVAL_S: Final = 5.0
 
 # The errors for a name that does not exist or has no address: there are no members.
 _NOBODY: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))

@@ -24,10 +24,13 @@ from urllib.parse import quote, unquote
 
 from kvwire.config import local_path
 from kvwire.directory.base import Batch, Directory
-from kvwire.directory.limits import FILE_INTERVAL_S, MEMBERS_MAX, RECORD_BYTES_MAX
+from kvwire.directory.limits import MEMBERS_MAX, RECORD_BYTES_MAX
 from kvwire.directory.own_folder import own_folder, user_folder
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError
+
+# How often the folder is read: one system call per member.
+FILE_INTERVAL_S: Final = 0.5
 
 _ENDING: Final = ".json"
 

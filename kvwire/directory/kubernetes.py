@@ -18,16 +18,17 @@ import msgspec
 
 from kvwire.aio import Upkeep
 from kvwire.config import local_path
-from kvwire.directory.base import Batch
+from kvwire.directory.base import DIRECTORY_RETRY_S, Batch
 from kvwire.directory.dns import DnsDirectory
-from kvwire.directory.limits import (
-    DIRECTORY_RETRY_S,
-    KUBERNETES_ANSWER_BYTES_MAX,
-    KUBERNETES_INTERVAL_S,
-)
 from kvwire.directory.tls import client_context
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
+from kvwire.limits import MIB
+
+# How often the endpoints are listed again; changes arrive at once.
+KUBERNETES_INTERVAL_S: Final = 30.0
+# The largest answer of the API server: 1,000 endpoints have half a megabyte.
+KUBERNETES_ANSWER_BYTES_MAX: Final = 16 * MIB
 
 with needed_by("a directory in Kubernetes", extra="kubernetes"):
     import httpx

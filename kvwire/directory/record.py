@@ -8,7 +8,7 @@ that later versions can add fields.
 from __future__ import annotations
 
 from numbers import Real
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +18,10 @@ from kvwire.directory.dialable import check_dialable
 from kvwire.errors import UsageError, shown, wrong_type
 from kvwire.limits import BACKENDS_MAX, NAME_CHARS_MAX
 from kvwire.types import Address
+
+ADDRESS_CHARS_MAX: Final = 256
+MEMBER_LEASE_S_MIN: Final = 0.5
+MEMBER_LEASE_S_MAX: Final = 3600.0
 
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
@@ -43,7 +47,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     name: Name
-    address: Annotated[str, Meta(min_length=1, max_length=limits.ADDRESS_CHARS_MAX)]
+    address: Annotated[str, Meta(min_length=1, max_length=ADDRESS_CHARS_MAX)]
     incarnation: Annotated[str, Meta(pattern="^([0-9a-f]{32})?$")] = ""
     role: Text = ""
     model: Text = ""
@@ -51,9 +55,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     transports: Annotated[tuple[Name, ...], Meta(max_length=BACKENDS_MAX)] = ()
     load: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
     labels: Table = {}
-    lease_s: Annotated[
-        float, Meta(ge=limits.MEMBER_LEASE_S_MIN, le=limits.MEMBER_LEASE_S_MAX)
-    ] = limits.MEMBER_LEASE_S
+    lease_s: Annotated[float, Meta(ge=MEMBER_LEASE_S_MIN, le=MEMBER_LEASE_S_MAX)] = (
+        limits.MEMBER_LEASE_S
+    )
 
     def __post_init__(self) -> None:
         check_dialable(Address.parse(self.address))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from kvwire.directory.limits import RECORD_FIELDS_MAX, SELECTOR_CHARS_MAX
+from kvwire.directory.limits import RECORD_FIELDS_MAX
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError, wrong_type
+
+SELECTOR_CHARS_MAX: Final = 1024
 
 _TEXTS: Final = ("name", "role", "model", "address", "incarnation")
 FIELDS: Final = frozenset((*_TEXTS, "transport", "spec"))

@@ -24,10 +24,9 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvwire.backend import Payload
-from kvwire.driver.limits import STAGING_SLOTS
 from kvwire.driver.ports import PathOwner
 from kvwire.errors import BackendUnavailable, ConnectionLost, WireCode
 from kvwire.kv.fragments import Fragments
@@ -39,6 +38,10 @@ from kvwire.proto.chunks import Chunk
 from kvwire.proto.records import ChunkArrival, RequestRecord
 from kvwire.proto.state import RequestStage
 from kvwire.types import BufferId, Device
+
+# Slots in pinned memory for a device's chunks, per connection and direction: one is
+# copied, one is on the wire, and one waits, so that neither copy nor wire is idle.
+STAGING_SLOTS: Final = 3
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 

@@ -20,17 +20,20 @@ from kvwire.backend.selection import crosses_hosts, offered
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.dialling import listen_on_all
-from kvwire.endpoint.limits import (
-    PENDING_HANDSHAKES_MAX,
-    REFUSED_HOSTS_MAX,
-    REFUSED_LOG_S,
-)
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.reconnect import Reconnector
 from kvwire.errors import AuthenticationFailed, ClosedOK, KVWireError, ListenError
 from kvwire.proto.handshake import ServerHandshake
 from kvwire.types import Address, TrustMode, is_loopback
 from kvwire.wire.handshake_messages import NONCE_BYTES
+
+# The most pending handshakes on one listener. At 32 KiB each
+# (tests/fault/test_strangers.py), unknown peers occupy at most 8 MiB together.
+PENDING_HANDSHAKES_MAX: Final = 256
+# How often refusing a host for its key is logged as a WARNING; refusals in between are
+# INFO.
+REFUSED_LOG_S: Final = 60.0
+REFUSED_HOSTS_MAX: Final = 256
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 

@@ -15,7 +15,7 @@ import random
 import secrets
 import socket
 from collections.abc import AsyncIterator, Generator, Iterable, Mapping
-from typing import Any, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 from kvwire.aio import (
     FORKED,
@@ -34,7 +34,6 @@ from kvwire.directory.selector import FIELDS
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.inspector import Inspector
-from kvwire.endpoint.limits import PEERS_MAX
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.membership import Membership, spec_digests
 from kvwire.endpoint.observers import Observers, TransferLog, transfers_logger
@@ -64,6 +63,9 @@ from kvwire.transfers.registry import TransferRegistry, TransferServices
 from kvwire.types import Access, AccessName, Address
 from kvwire.windows.window import Window
 from kvwire.wire.handshake_messages import ConnectionParameters
+
+# The most peers that one communicator knows by name; each may have a connection.
+PEERS_MAX: Final = 4096
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 

@@ -20,12 +20,15 @@ import msgspec
 
 from kvwire.backend import keep_from_children
 from kvwire.directory.own_folder import own_folder
-from kvwire.endpoint.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.snapshot import snapshot_of
 from kvwire.errors import UsageError
 from kvwire.limits import SOCKET_PATH_BYTES
 from kvwire.runtime.trace_ring import close_ring, open_ring
+
+# The most clients that watch a process at a time, and the longest line of a request.
+INSPECT_CLIENTS_MAX: Final = 8
+INSPECT_LINE_BYTES_MAX: Final = 4096
 
 logger: logging.Logger = logging.getLogger("kvwire.inspect")
 

@@ -32,10 +32,9 @@ from kvwire.backend import Payload
 from kvwire.directory import Change, ChangeKind, Record, Selector
 from kvwire.endpoint.arguments import check_size, checked_tag
 from kvwire.endpoint.connection import Connection
-from kvwire.endpoint.limits import PEER_ATTEMPTS_MAX, PEER_REDIAL_S_MAX, REDIAL_S
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.membership import Membership
-from kvwire.endpoint.reconnect import Reconnector
+from kvwire.endpoint.reconnect import REDIAL_S, Reconnector
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
 from kvwire.errors import (
@@ -60,6 +59,11 @@ from kvwire.transfers.options import ReceiveOptions, SendOptions, check_options
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.types import Address, Deadline, Grant
 from kvwire.windows.opened import OpenedWindow
+
+# The most members tried in one round, and the longest pause between two rounds. So a
+# directory full of forged records costs at most 16 attempts a second.
+PEER_ATTEMPTS_MAX: Final = 16
+PEER_REDIAL_S_MAX: Final = 1.0
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 

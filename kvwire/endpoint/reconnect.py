@@ -16,7 +16,6 @@ from typing import Any, Final
 
 from kvwire.aio import Upkeep, start_task
 from kvwire.endpoint.connection import Connection
-from kvwire.endpoint.limits import REDIAL_S, REDIAL_S_MAX
 from kvwire.endpoint.links import Links
 from kvwire.errors import (
     ConnectionClosed,
@@ -26,6 +25,11 @@ from kvwire.errors import (
 )
 from kvwire.limits import STALL_TOLERANCE_S
 from kvwire.proto.state import CloseState
+
+# Pauses between redials after a lost connection: none at first, then doubling with
+# jitter.
+REDIAL_S: Final = 0.05
+REDIAL_S_MAX: Final = 0.5
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 

@@ -25,6 +25,10 @@ from kvwire.kv.paged import Addresses
 from kvwire.kv.spec import KVSpec
 from kvwire.types import Device
 
+# Cached results: for transfers of the same sizes, and per range of layers. Beyond these
+# numbers they are computed again.
+KV_TEMPLATE_STEPS_MAX: Final = 4096
+
 
 class GroupMemory(Protocol):
     """The memory of one cache group; see :class:`kvwire.kv.paged.CacheGroup`."""
@@ -101,7 +105,7 @@ class Steps:
         known = self._known.get(layers)
         if known is None:
             known = self._compute(layers)
-            if known[0].size > limits.KV_TEMPLATE_STEPS_MAX:
+            if known[0].size > KV_TEMPLATE_STEPS_MAX:
                 return known
             if len(self._known) >= limits.KV_TEMPLATES_MAX:
                 self._known.clear()

@@ -32,6 +32,14 @@ from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError, is_name, nearest, wrong_name
 from kvwire.types import plain
 
+# Limits for a peer's description of its cache. Today's largest models have 128 layers,
+# 128 KV heads and heads of 576 elements; tensor parallelism stays below 1024.
+KV_HEADS_MAX: Final = 4096
+KV_HEAD_DIM_MAX: Final = 65_536
+KV_SHARDS_MAX: Final = 4096
+# A recurrent state of one layer; models of 2026 have up to 20 MiB.
+KV_STATE_BYTES_MAX: Final = 1024 * limits.MIB
+
 DType: TypeAlias = Literal[
     "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"
 ]
@@ -94,7 +102,7 @@ class KVSpec:
         if isinstance(self.shard, tuple):
             object.__setattr__(self, "shard", tuple(map(plain, self.shard)))
         _check_count("layers", self.layers, limits.KV_LAYERS_MAX)
-        _check_count("kv_heads", self.kv_heads, limits.KV_HEADS_MAX)
+        _check_count("kv_heads", self.kv_heads, KV_HEADS_MAX)
         _check_kind(self)
         _check_count("block_tokens", self.block_tokens, limits.KV_BLOCK_TOKENS_MAX)
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
@@ -322,11 +330,11 @@ def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
 
 def _check_kind(spec: KVSpec) -> None:
     if spec.kind == "tokens":
-        _check_count("head_dim", spec.head_dim, limits.KV_HEAD_DIM_MAX)
+        _check_count("head_dim", spec.head_dim, KV_HEAD_DIM_MAX)
         return
     if spec.kind != "state":
         raise UsageError(f'KVSpec: kind={spec.kind!r}: use "tokens" or "state"')
-    _check_count("head_dim", spec.head_dim, limits.KV_STATE_BYTES_MAX)
+    _check_count("head_dim", spec.head_dim, KV_STATE_BYTES_MAX)
     shape = (spec.kv_heads, spec.block_tokens, spec.components, str(spec.dtype))
     if shape != (1, 1, 1, "uint8"):
         raise UsageError(
@@ -349,10 +357,10 @@ def _check_shard(spec: KVSpec) -> None:
     if not isinstance(shard, tuple) or len(shard) != 2:
         raise UsageError(f"KVSpec: shard={shard!r}: use (rank, size), such as (0, 1)")
     rank, size = spec.shard
-    _check_count("shard size", size, limits.KV_SHARDS_MAX)
+    _check_count("shard size", size, KV_SHARDS_MAX)
     _check_count("shard rank", rank, size - 1, least=0)
     if spec.model_kv_heads is not None:
-        _check_count("model_kv_heads", spec.model_kv_heads, limits.KV_HEADS_MAX)
+        _check_count("model_kv_heads", spec.model_kv_heads, KV_HEADS_MAX)
     total = spec.total_kv_heads
     parts = total // spec.kv_heads
     if total % spec.kv_heads or size % parts:

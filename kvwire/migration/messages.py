@@ -12,11 +12,11 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvwire.limits import KV_BLOCK_TOKENS_MAX, KV_BLOCKS_MAX, NAME_CHARS_MAX
-from kvwire.migration.limits import (
-    MIGRATION_ROUNDS_MAX,
-    MIGRATION_STATE_BYTES_MAX,
-)
+from kvwire.limits import KV_BLOCK_TOKENS_MAX, KV_BLOCKS_MAX, MIB, NAME_CHARS_MAX
+
+# An engine's state for a request besides its KV: a million tokens of 4 bytes.
+MIGRATION_STATE_BYTES_MAX: Final = 4 * MIB
+MIGRATION_ROUNDS_MAX: Final = 64
 
 MIGRATION_TAG: Final = int.from_bytes(b"kvw-move", "big")
 """Messages of migrations have this tag; an application takes others."""

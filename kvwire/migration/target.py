@@ -7,6 +7,7 @@ import logging
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
@@ -14,7 +15,6 @@ from kvwire import Communicator, Connection, Incoming
 from kvwire.aio import start_task
 from kvwire.errors import ConnectionClosed, UsageError, shown
 from kvwire.kv.paged import PagedCache
-from kvwire.migration.limits import MIGRATIONS_MAX
 from kvwire.migration.messages import (
     MIGRATION_TAG,
     Handover,
@@ -24,6 +24,9 @@ from kvwire.migration.messages import (
     decode,
     transfer_id,
 )
+
+# Requests that arrive over one connection at once; each may hold blocks of the engine.
+MIGRATIONS_MAX: Final = 256
 
 logger = logging.getLogger("kvwire.migration")
 

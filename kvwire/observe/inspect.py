@@ -17,8 +17,10 @@ import msgspec
 
 from kvwire import Config, KVWireError, Snapshot, UsageError
 from kvwire.errors import shown
-from kvwire.observe.limits import INSPECT_ANSWER_BYTES_MAX
 from kvwire.wire.control import DECODE_ERRORS
+
+# The largest answer to an inspector: several times a large snapshot or trace.
+INSPECT_ANSWER_BYTES_MAX: Final = 64 << 20
 
 # A busy loop answers late, a blocked one never.
 _PATIENCE_S: Final = 5.0

@@ -19,8 +19,11 @@ from typing import Any, Final, NamedTuple, Protocol, Self
 
 from kvwire import ListenError
 from kvwire.backend import keep_from_children
-from kvwire.observe.limits import HTTP_CONNECTIONS_MAX
 from kvwire.types import Address
+
+# An HTTP server's connections at once, each with a thread: a few scrapers, probes and
+# people. Further connections are closed.
+HTTP_CONNECTIONS_MAX: Final = 16
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 

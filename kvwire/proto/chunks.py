@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
 from kvwire.errors import IntegrityError, MalformedFrame, UnexpectedFrame, WireCode
-from kvwire.limits import LINK_CHUNKS_MAX, SPAN_BYTES_MAX
+from kvwire.limits import REQUESTS_MAX, SPAN_BYTES_MAX
 from kvwire.proto.holds import Holds
 from kvwire.proto.records import (
     ChunkArrival,
@@ -32,6 +33,11 @@ from kvwire.proto.scheduler import Mover, Scheduler
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId
 from kvwire.wire.header import FrameType, Header
+
+# The most chunks that one link has not yet reported as sent. For the peer, a get has
+# already ended when only this report is missing; so twice REQUESTS_MAX are admitted,
+# and no honest peer is refused.
+LINK_CHUNKS_MAX: Final = REQUESTS_MAX
 
 _DATA = int(FrameType.DATA)
 

@@ -19,6 +19,7 @@ exception.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvwire.errors import (
     ClosedOK,
@@ -31,7 +32,6 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import LAST_FIN_DELAY_S
 from kvwire.proto.chunks import Chunk, ChunkMover
 from kvwire.proto.dispatch import MET_BY_PEER, Dispatch, check_numbers
 from kvwire.proto.events import Ended, Outbox
@@ -71,6 +71,10 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import FIRST_PAYLOAD_TYPE, FrameType, Header
+
+# How long a producer's FIN may wait for a frame that can carry it: a fraction of the
+# cost of waking both sides' busy loops.
+LAST_FIN_DELAY_S: Final = 0.02
 
 # The frame types that may follow the handshake and have a control body.
 _CONTROL = frozenset(

@@ -39,7 +39,7 @@ from kvwire.errors import (
     error_from_code,
     shown,
 )
-from kvwire.limits import BINDING_BYTES, KEY_ID_BYTES
+from kvwire.limits import KEY_ID_BYTES
 from kvwire.proto.auth import Keys, same, transcript_hash
 from kvwire.proto.framing import Framing
 from kvwire.types import PeerInfo, Role, TrustMode
@@ -63,6 +63,9 @@ from kvwire.wire.handshake_messages import (
     version_mismatch,
 )
 from kvwire.wire.header import FrameType, Header
+
+# SHA-256 of two certificates, the client's and the server's.
+BINDING_BYTES: Final = 64
 
 # The protocol version; later minor versions add to it through ``features``.
 VERSIONS: Final[VersionRange] = (1, 1)

@@ -23,8 +23,15 @@ import enum
 from typing import Final
 
 from kvwire.errors import FlowControlViolation, UnexpectedFrame
-from kvwire.limits import PINGS_PER_SECOND_MAX, PINGS_SAVED_MAX, STALL_TOLERANCE_S
+from kvwire.limits import PING_INTERVAL_MIN_S, STALL_TOLERANCE_S
 from kvwire.wire.control import Ping
+
+# Twice what an honest peer sends at the shortest interval; gRPC disconnects a client
+# that pings too often as well.
+PINGS_PER_SECOND_MAX: Final = 10
+# The most pings that may arrive at once, when a network recovers after ten minutes.
+PINGS_SAVED_MAX: Final = 6000
+assert PING_INTERVAL_MIN_S * PINGS_PER_SECOND_MAX >= 2
 
 _NUMBER_MASK: Final = 0xFFFF_FFFF
 _LOOKS_PER_INTERVAL: Final = 2

@@ -22,6 +22,7 @@ once.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from typing import Final
 
 import msgspec
 
@@ -34,7 +35,7 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import DISCARDED_TAGS_MAX, REQUESTS_MAX
+from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.credits import ReceiveCredit, SendCredit
 from kvwire.proto.events import MemoryWanted, MessageDropped, Outbox
@@ -51,6 +52,11 @@ from kvwire.types import BufferId, RequestId
 from kvwire.wire.control import Announce, Credit, Ready
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import FrameType, Header
+
+# The most tags of one connection whose messages are dropped on arrival; beyond this the
+# oldest tag is forgotten. Each tag belongs to a cancelled request, whose late answer
+# comes soon or never.
+DISCARDED_TAGS_MAX: Final = 4096
 
 _MESSAGE = int(FrameType.MESSAGE)
 _BUFFER = ChunkPlace.BUFFER

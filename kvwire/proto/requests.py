@@ -21,7 +21,7 @@ from kvwire.errors import (
     WireCode,
     sayable,
 )
-from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
+from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.events import Outbox, RequestDone
 from kvwire.proto.holds import Holds
 from kvwire.proto.records import RequestRecord
@@ -29,6 +29,9 @@ from kvwire.proto.state import RequestInput, RequestKind, RequestStage
 from kvwire.types import BufferId, RequestId, Role
 from kvwire.wire.control import Fail, Fin
 from kvwire.wire.header import FrameType
+
+# Request numbers are 32 bits and never reused within a connection.
+REQUEST_ID_MAX: Final = 2**32 - 1
 
 SENDING: Final = frozenset(
     {

@@ -30,6 +30,8 @@ This module does not know generations: it reports a get, and the front answers.
 
 from __future__ import annotations
 
+from typing import Final
+
 from kvwire.errors import (
     AccessDenied,
     KVWireError,
@@ -37,11 +39,7 @@ from kvwire.errors import (
     UnexpectedFrame,
     UsageError,
 )
-from kvwire.limits import (
-    WINDOW_DATA_BYTES_MAX,
-    WINDOW_GET_BYTES_MAX,
-    WINDOWS_OPEN_MAX,
-)
+from kvwire.limits import WINDOW_DATA_BYTES_MAX, WINDOW_GET_BYTES_MAX
 from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.events import (
     Outbox,
@@ -68,6 +66,9 @@ from kvwire.wire.control import (
     WindowViewBody,
 )
 from kvwire.wire.header import FrameType, Header
+
+# The most windows of the peer that are open on one connection.
+WINDOWS_OPEN_MAX: Final = 1024
 
 _NOWHERE = ChunkPlace.NOWHERE
 _WHOLE = ChunkPlace.WHOLE

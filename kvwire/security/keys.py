@@ -15,12 +15,16 @@ import secrets
 import socket
 import stat
 from pathlib import Path
+from typing import Final
 
 from kvwire.config import Config, local_path
 from kvwire.errors import UsageError
-from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.types import Address, TrustMode, is_loopback, numeric_host
 from kvwire.wire.handshake_messages import key_id
+
+# Of a key file.
+PSK_BYTES_MIN: Final = 32
+PSK_BYTES_MAX: Final = 1024
 
 # A key file holds the key in hexadecimal: two digits per byte, and a line end.
 _KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2

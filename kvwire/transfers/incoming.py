@@ -35,7 +35,7 @@ from kvwire.kv.landed import Landed
 from kvwire.kv.outcome import Outcome, join_outcomes
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, Segment
-from kvwire.limits import LANDED_BOXES_MAX, SEGMENT_BYTES_MAX
+from kvwire.limits import LANDED_BOXES_MAX, SEGMENT_BYTES
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.proto.events import SegmentLanded, SegmentMarked
 from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
@@ -48,6 +48,11 @@ from kvwire.transfers.ports import SharedServices
 from kvwire.transfers.state import OFF_LINK, OVER, LegState, TransferState
 from kvwire.transfers.transfer import NextMove, Progress, Transfer
 from kvwire.types import whole
+
+# The most bytes of one segment, unless it is a single granule: a mark is divided into
+# equal segments, each less than twice SEGMENT_BYTES. The consumer maps a whole segment
+# in one step.
+SEGMENT_BYTES_MAX: Final = 2 * SEGMENT_BYTES
 
 _OF_CONTENT: Final = frozenset({"hashes", "content", "have"})
 

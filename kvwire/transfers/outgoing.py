@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from kvwire.aio import FORKED
 from kvwire.errors import (
@@ -31,7 +31,6 @@ from kvwire.kv.geometry import Geometry
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, TransferPlan
 from kvwire.limits import (
-    AHEAD_BYTES,
     GROUP_BYTES,
     SEGMENT_BYTES,
     SEGMENTS_MAX,
@@ -48,6 +47,11 @@ from kvwire.transfers.ports import SharedServices
 from kvwire.transfers.ready_log import ReadyLog, ReadyRange, Which
 from kvwire.transfers.state import OFF_LINK, ON_LINK, LegInput, LegState
 from kvwire.transfers.transfer import NextMove, Progress, Transfer
+
+# Bytes of one transfer that are queued on a link at once: looking up their fragments
+# blocks the loop on either side for half a millisecond. More would not keep the wire
+# busier.
+AHEAD_BYTES: Final = 4 * SEGMENT_BYTES
 
 
 class Outgoing(Transfer):

@@ -34,13 +34,7 @@ from kvwire.errors import (
     UsageError,
     WireCode,
 )
-from kvwire.limits import (
-    TOMBSTONES_MAX,
-    WAITING_BYTES_ALL_MAX,
-    WAITING_BYTES_MAX,
-    WAITING_LOG_S,
-    WAITING_RECORD_BYTES,
-)
+from kvwire.limits import KIB, MIB, WAITING_LOG_S
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
@@ -50,6 +44,15 @@ from kvwire.transfers.options import transfer_key
 from kvwire.transfers.ports import ConnectionPort, SharedServices
 from kvwire.transfers.state import OFF_LINK, UNNOTIFIED, LegState, TransferState
 from kvwire.transfers.transfer import Transfer, TransferView
+
+# Ids of failed transfers, which are kept to answer late requests.
+TOMBSTONES_MAX: Final = 4096
+# Memory for the descriptions and records of waiting transfers, per connection and in
+# total: 8 KiB for each, enough for about a hundred groups or a partial redial.
+WAITING_BYTES_MAX: Final = 8 * MIB
+WAITING_BYTES_ALL_MAX: Final = 64 * MIB
+# The memory of one record besides its description.
+WAITING_RECORD_BYTES: Final = 2 * KIB
 
 logger: logging.Logger = logging.getLogger("kvwire.transfers")
 

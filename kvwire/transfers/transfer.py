@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from kvwire.aio import AsyncWith, LoopThread, absolute, running_loop, seconds_of
 from kvwire.backend import Payload
@@ -32,7 +32,7 @@ from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.kv.outcome import Outcome, join_outcomes, nothing_landed
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, TransferPlan
-from kvwire.limits import NAME_CHARS_MAX, NO_MEMORY_S, PRIORITY_MAX
+from kvwire.limits import NAME_CHARS_MAX, PRIORITY_MAX
 from kvwire.proto.records import RequestRecord
 from kvwire.runtime.trace_ring import TraceRing
 from kvwire.transfers.leg import Flow, Leg
@@ -54,6 +54,9 @@ from kvwire.transfers.state import (
 )
 from kvwire.transfers.timings import PhaseTimer
 from kvwire.types import BufferId, text_of
+
+# If there was no memory for an outcome, it is tried again after this time.
+NO_MEMORY_S: Final = 0.1
 
 logger: logging.Logger = logging.getLogger("kvwire.transfers")
 

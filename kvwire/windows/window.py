@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,13 @@ from kvwire.kv.blocks import Blocks, Ids
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
-from kvwire.limits import WINDOWS_MAX
 from kvwire.memory.buffers import Memory, as_payload
 from kvwire.memory.generations import Generations
 from kvwire.windows.map import geometry_of_pools
 from kvwire.windows.ticket import SERIAL_BYTES, write_ticket
+
+# The most windows that one communicator exposes.
+WINDOWS_MAX: Final = 1024
 
 BYTES_GROUP = "bytes"
 

@@ -17,7 +17,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
-from kvwire.directory.limits import MEMBER_LEASE_S_MIN, RECORD_BYTES_MAX
+from kvwire.directory.limits import RECORD_BYTES_MAX
+from kvwire.directory.record import MEMBER_LEASE_S_MIN
 from tests.support.scopes import in_scope
 
 # How long anything may take: a directory that cannot push is looked at now and then.

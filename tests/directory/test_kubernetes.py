@@ -16,7 +16,7 @@ import kvwire
 from kvwire import UsageError
 from kvwire.aio import Upkeep
 from kvwire.directory import Change, Directory, open_directory
-from kvwire.directory.limits import KUBERNETES_ANSWER_BYTES_MAX
+from kvwire.directory.kubernetes import KUBERNETES_ANSWER_BYTES_MAX
 from tests.directory.records import found_by
 from tests.support.pairs import until
 

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import kvwire
-from kvwire.endpoint.limits import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
+from kvwire.endpoint.inspector import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
 from kvwire.runtime.trace_ring import RINGS
 
 

@@ -11,8 +11,7 @@ import pytest
 
 import kvwire
 from kvwire import ConnectionLost
-from kvwire.endpoint.limits import REDIAL_S_MAX
-from kvwire.endpoint.reconnect import _was_reset
+from kvwire.endpoint.reconnect import REDIAL_S_MAX, _was_reset
 from kvwire_inproc import FaultPlan, injected
 from tests.scenarios.world import LIST, World, play, scenario
 from tests.support import inside, virtual_time

@@ -14,7 +14,8 @@ import pytest
 import kvwire
 from kvwire import Connection
 from kvwire.kv.geometry import Geometry
-from kvwire.limits import REQUEST_BYTES_MAX, WINDOW_GET_BLOCKS_MAX, WINDOWS_OPEN_MAX
+from kvwire.limits import REQUEST_BYTES_MAX, WINDOW_GET_BLOCKS_MAX
+from kvwire.proto.windows import WINDOWS_OPEN_MAX
 from kvwire.windows.fields import encode_geometry, encode_memory
 from kvwire.windows.map import geometry_of_pools, placed
 from kvwire.windows.ticket import read_ticket, write_ticket

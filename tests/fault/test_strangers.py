@@ -25,7 +25,7 @@ import kvwire
 from kvwire import Address, Connection, ConnectionLost, PeerUnresponsive
 from kvwire.driver import connection_driver
 from kvwire.endpoint import acceptor
-from kvwire.endpoint.limits import PENDING_HANDSHAKES_MAX
+from kvwire.endpoint.acceptor import PENDING_HANDSHAKES_MAX
 from kvwire.limits import CHUNK_BYTES, HEADER_BYTES, KIB, LINK_QUEUE_BYTES, MIB
 from kvwire.wire.control import AccessBody, Ready
 from kvwire.wire.header import FrameType

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError
+from kvwire.kv import mapping
 from kvwire.kv.blocks import Bits, Blocks
 from kvwire.kv.geometry import Geometry, GroupGeometry, describe, geometry_of
 from kvwire.kv.paged import PagedCache, computed_once
@@ -223,7 +224,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     before = steps.of(range(3))
     steps.of(range(1, 2))
     assert steps.of(range(3)) is not before
-    monkeypatch.setattr(limits, "KV_TEMPLATE_STEPS_MAX", 0)
+    monkeypatch.setattr(mapping, "KV_TEMPLATE_STEPS_MAX", 0)
     large = steps.of(range(1, 3))
     assert steps.of(range(1, 3)) is not large
 

@@ -8,11 +8,9 @@ import msgspec
 import pytest
 
 from kvwire import limits
-from kvwire.migration.limits import (
+from kvwire.migration.messages import (
     MIGRATION_ROUNDS_MAX,
     MIGRATION_STATE_BYTES_MAX,
-)
-from kvwire.migration.messages import (
     Handover,
     Message,
     Round,

@@ -11,7 +11,7 @@ import pytest
 
 import kvwire
 from kvwire.migration import migrate
-from kvwire.migration.limits import MIGRATION_STATE_BYTES_MAX
+from kvwire.migration.messages import MIGRATION_STATE_BYTES_MAX
 from tests.migration.engines import BLOCKS, SIZE, Host, Request, engines
 from tests.support.caches import LAYERS, SPEC, same
 from tests.support.pairs import Pair, connected, until

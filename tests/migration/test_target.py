@@ -11,7 +11,6 @@ import pytest
 
 import kvwire
 from kvwire.migration import MigrationTarget, migrate
-from kvwire.migration.limits import MIGRATIONS_MAX
 from kvwire.migration.messages import (
     MIGRATION_TAG,
     Handover,
@@ -20,6 +19,7 @@ from kvwire.migration.messages import (
     Withdrawal,
     encode,
 )
+from kvwire.migration.target import MIGRATIONS_MAX
 from tests.migration.engines import SIZE, Host, Request, engines
 from tests.support.caches import SPEC, Memory
 from tests.support.pairs import Pair, connected, until

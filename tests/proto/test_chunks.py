@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import ConnectionLost, MalformedFrame, UnexpectedFrame
-from kvwire.limits import LINK_CHUNKS_MAX
+from kvwire.proto.chunks import LINK_CHUNKS_MAX
 from kvwire.proto.records import ChunkPlace
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.wire.header import FrameType, decode_header

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvwire import errors
-from kvwire.limits import REQUEST_ID_MAX
+from kvwire.proto.requests import REQUEST_ID_MAX
 from kvwire.proto.state import RequestKind
 from tests.proto.moving import expect_error, expect_fine
 from tests.support.core_pair.peer import ConnectionPair

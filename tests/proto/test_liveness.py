@@ -7,14 +7,14 @@ import random
 import pytest
 
 from kvwire.errors import FlowControlViolation, UnexpectedFrame
-from kvwire.limits import (
-    PING_INTERVAL_S,
-    PING_MISSES,
+from kvwire.limits import PING_INTERVAL_S, PING_MISSES, STALL_TOLERANCE_S
+from kvwire.proto.liveness import (
     PINGS_PER_SECOND_MAX,
     PINGS_SAVED_MAX,
-    STALL_TOLERANCE_S,
+    Keepalive,
+    Liveness,
+    LivenessVerdict,
 )
-from kvwire.proto.liveness import Keepalive, Liveness, LivenessVerdict
 from kvwire.wire.control import Ping
 
 

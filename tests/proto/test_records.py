@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import MalformedFrame
-from kvwire.limits import LAST_FIN_DELAY_S, SEGMENTS_TOGETHER
+from kvwire.limits import SEGMENTS_TOGETHER
+from kvwire.proto.connection import LAST_FIN_DELAY_S
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.records import Box, packed_mark, read_mark
 from kvwire.wire.header import FrameType, decode_header, encode_header

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 
 from kvwire.errors import AccessDenied, KVWireError, StaleRegion, UsageError
-from kvwire.limits import GRANTS_MAX, REGIONS_MAX
 from kvwire.proto import regions as module
-from kvwire.proto.regions import GrantRow, Grants, RegionRecord, RegionTable
+from kvwire.proto.regions import (
+    GRANTS_MAX,
+    REGIONS_MAX,
+    GrantRow,
+    Grants,
+    RegionRecord,
+    RegionTable,
+)
 from kvwire.types import Access, BufferId
 
 KEY = b"g" * 32

@@ -12,8 +12,9 @@ from kvwire.errors import (
     UnexpectedFrame,
     UsageError,
 )
-from kvwire.limits import REQUEST_ID_MAX, REQUESTS_MAX
+from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.records import ChunkSet, RequestRecord
+from kvwire.proto.requests import REQUEST_ID_MAX
 from kvwire.proto.state import FIRST_STATE, RequestInput, RequestKind, RequestStage
 from kvwire.types import RequestId, Role
 from tests.proto.flowing import Side

@@ -7,9 +7,10 @@ import itertools
 import pytest
 
 from kvwire import errors
-from kvwire.limits import LAST_FIN_DELAY_S, LAST_FINS_MAX, TRANSFERS_WAITING_MAX
+from kvwire.limits import LAST_FINS_MAX, TRANSFERS_WAITING_MAX
 from kvwire.proto import events
 from kvwire.proto import transfers as module
+from kvwire.proto.connection import LAST_FIN_DELAY_S
 from kvwire.proto.records import SegmentRecord, packed_mark
 from kvwire.types import TrustMode
 from kvwire.wire import control

@@ -15,11 +15,7 @@ from kvwire.errors import (
     StaleRegion,
     UsageError,
 )
-from kvwire.limits import (
-    WINDOW_DATA_BYTES_MAX,
-    WINDOW_GET_BYTES_MAX,
-    WINDOWS_OPEN_MAX,
-)
+from kvwire.limits import WINDOW_DATA_BYTES_MAX, WINDOW_GET_BYTES_MAX
 from kvwire.memory.checksum import checksum
 from kvwire.proto.events import (
     Event,
@@ -33,6 +29,7 @@ from kvwire.proto.events import (
     WindowViewed,
 )
 from kvwire.proto.records import RequestRecord
+from kvwire.proto.windows import WINDOWS_OPEN_MAX
 from kvwire.types import RequestId
 from kvwire.windows.fields import decode_memory, encode_memory, unpacked
 from kvwire.windows.map import geometry_of_pools, placed, spans_of

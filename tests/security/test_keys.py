@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvwire import Address, Config, UsageError
-from kvwire.limits import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.security import keys
+from kvwire.security.keys import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.types import TrustMode, is_loopback
 
 GROUP = os.getegid()

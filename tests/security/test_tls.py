@@ -17,7 +17,7 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from kvwire import AuthenticationFailed, Config, UsageError
-from kvwire.limits import BINDING_BYTES
+from kvwire.proto.handshake import BINDING_BYTES
 from kvwire.security import tls as tls_module
 from kvwire.security.tls import CredentialFiles, Credentials
 from kvwire.security.tls_errors import explained

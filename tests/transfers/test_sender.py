@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 import kvwire
 from kvwire.kv.plan import Segment
-from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES, SEGMENT_BYTES_MAX
+from kvwire.limits import CHUNK_BYTES, GIB, MIB, SEGMENT_BYTES
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.proto.transfers import Transfers
 from kvwire.transfers import outgoing as delivery_module
+from kvwire.transfers.incoming import SEGMENT_BYTES_MAX
 from kvwire.transfers.state import LegState
 from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside

@@ -27,9 +27,9 @@ import pytest
 import kvwire
 from kvwire.errors import ProtocolError
 from kvwire.kv.outcome import Timings
-from kvwire.limits import NO_MEMORY_S
 from kvwire.transfers import registry as registry_module
 from kvwire.transfers import timings
+from kvwire.transfers.transfer import NO_MEMORY_S
 from tests.support import inside, virtual_time
 from tests.transfers.town_inside import TOMBSTONES, Inside, JobsOf
 

@@ -9,10 +9,16 @@ paths meanwhile.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 from kvwire.aio import Upkeep
-from kvwire.driver.limits import RERAISE_S, RERAISE_S_MAX
 from kvwire.errors import BackendUnavailable, KVWireError
+
+# A broken lane is reopened after a pause, which doubles, with jitter. Recovery within a
+# second is unlikely, and each attempt creates threads and registered memory on both
+# sides. After an outage of a minute, another minute is acceptable.
+RERAISE_S: Final = 1.0
+RERAISE_S_MAX: Final = 60.0
 
 
 class LaneReconnector:

@@ -18,12 +18,16 @@ from kvwire.backend.lane import LaneContext, LaneHandler
 from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneState
-from kvwire.driver.limits import LANE_TIMEOUT_LAST_S
 from kvwire.driver.ports import PathOwner
 from kvwire.errors import BackendUnavailable, KVWireError
-from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_S
+from kvwire.limits import BOOTSTRAP_BYTES_MAX, HANDSHAKE_TIMEOUT_S, LANE_TIMEOUT_S
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState
+
+# The limit if no other transport is left to try, and on the answering side. On a large
+# or busy host, UCX needs seconds for its first scan of the devices.
+LANE_TIMEOUT_LAST_S: Final = 4.0
+assert LANE_TIMEOUT_S < LANE_TIMEOUT_LAST_S < HANDSHAKE_TIMEOUT_S
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")
 

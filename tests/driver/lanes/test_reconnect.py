@@ -10,8 +10,7 @@ import itertools
 
 import pytest
 
-from kvwire.driver.lanes.reconnect import LaneReconnector
-from kvwire.driver.limits import RERAISE_S, RERAISE_S_MAX
+from kvwire.driver.lanes.reconnect import RERAISE_S, RERAISE_S_MAX, LaneReconnector
 from kvwire.errors import BackendUnavailable
 from tests.support.virtual_time import pass_time
 

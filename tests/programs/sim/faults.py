@@ -12,8 +12,9 @@ import zlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES, REQUEST_ID_MAX
+from kvwire.limits import EAGER_BYTES_MAX, HEADER_BYTES
 from kvwire.proto.framing import Framing
+from kvwire.proto.requests import REQUEST_ID_MAX
 from kvwire.types import Role, TrustMode
 from kvwire.wire.control import (
     AccessBody,

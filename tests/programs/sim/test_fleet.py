@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvwire.directory.limits import DIRECTORY_RETRY_S_MAX
+from kvwire.directory.base import DIRECTORY_RETRY_S_MAX
 from tests.programs.sim.fleet import AWAY_S, NOTICED_S, simulate
 from tests.support import virtual_time
 

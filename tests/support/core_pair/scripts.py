@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Final, TypeVar
 
 from kvwire.errors import RequestCancelled, WireCode
-from kvwire.limits import LAST_FIN_DELAY_S
 from kvwire.memory.checksum import checksum
+from kvwire.proto.connection import LAST_FIN_DELAY_S
 from kvwire.proto.events import (
     Event,
     TransferOpened,

@@ -4,8 +4,8 @@ The name stands where the container grows, next to the check that keeps it::
 
     self._rows[row.id] = row  # bounded: GRANTS_MAX
 
-or in a comment above the statement. It is a name of ``kvwire/limits.py``; words around
-it may say whose bound it is. A ``deque(maxlen=...)`` bounds itself. Locals end with
+or in a comment above the statement. It is some module's constant; words around it may
+say whose bound it is. A ``deque(maxlen=...)`` bounds itself. Locals end with
 their call, so only attributes count, and locals that are another name for one.
 """
 
@@ -58,16 +58,16 @@ def unbounded(files: Sequence[Source]) -> Iterator[Finding]:
             names = set(_NAME.findall(_mark(source, statement)))
             text = "grows without a limit's name (# bounded: NAME)"
             if names - known:
-                text = f"{', '.join(sorted(names - known))}: not in limits.py"
+                text = f"{', '.join(sorted(names - known))}: no constant of kvwire"
             if not names or names - known:
                 yield Finding(source.path, statement.lineno, attribute, text)
 
 
 def _limit_names() -> set[str]:
-    (limits,) = python("kvwire/limits.py")
     return {
         node.target.id
-        for node in limits.syntax.body
+        for source in python("kvwire/", "backends/", "packages/")
+        for node in source.syntax.body
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
 
