@@ -74,7 +74,8 @@ def tabs(index: str) -> list[tuple[str, list[Any]]]:
             pages = found.setdefault(group["tab"] or group["name"], [])
             if group["tab"]:
                 below: list[str] = []
-                pages.append({group["name"].capitalize(): below})
+                name = group["name"]
+                pages.append({name.capitalize() if name.islower() else name: below})
                 pages = below
         for _, page in _LINK.findall(line):
             if page.split("/")[0] in _FOLDERS and page not in seen:
