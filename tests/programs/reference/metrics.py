@@ -24,9 +24,6 @@ _INTRODUCTION: Final = """\
 ```python
 from prometheus_client import REGISTRY
 
-from kvwire_vllm.proxy.admission import Admission, RetryBudget
-from kvwire_vllm.proxy.fleet import EngineFleet
-from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
 from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
 
 REGISTRY.register(CommunicatorCollector(communicator))
