@@ -5,7 +5,8 @@ A package of this repository imports public names of kvwire, the rooms of plug-i
 the small ones below them), and these.
 
 ========================  ============================================================
-``show_part``             adds an object to snapshots, and so to ``kvwire top``
+``show_part``             adds a ``Part`` to snapshots, and so to ``kvwire top``; it
+                          returns a ``PartSnapshot`` with a ``CallSnapshot`` each call
 ``RINGS``                 the loops whose events ``kvwire trace`` shows
 ``memory_here``           the memory of a window of plain bytes, if it is mapped here
 ``succeeded``             whether a request ended without an error
@@ -18,7 +19,7 @@ the small ones below them), and these.
 
 from kvwire.endpoint.remote_window import memory_here
 from kvwire.endpoint.request import succeeded, when_released
-from kvwire.endpoint.snapshot import Part, show_part
+from kvwire.endpoint.snapshot import CallSnapshot, Part, PartSnapshot, show_part
 from kvwire.runtime.trace_ring import RINGS
 from kvwire.wire.control import DECODE_ERRORS
 from kvwire.wire.handshake_messages import (
@@ -31,7 +32,9 @@ from kvwire.wire.handshake_messages import (
 __all__ = [
     "DECODE_ERRORS",
     "RINGS",
+    "CallSnapshot",
     "Part",
+    "PartSnapshot",
     "VersionRange",
     "common_version",
     "key_id",

@@ -22,7 +22,6 @@ from typing import Any, Final, Literal, NamedTuple, Self, overload
 
 import msgspec
 
-from kvwire import CallSnapshot, PartSnapshot
 from kvwire.aio import (
     LoopThread,
     Opening,
@@ -37,7 +36,7 @@ from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import KIB, SNAPSHOT_ROWS_MAX
 from kvwire.memory.device.device_copies import DeviceCopies
-from kvwire.spi import RINGS, show_part
+from kvwire.spi import RINGS, CallSnapshot, PartSnapshot, show_part
 from kvwire.store.address import TierAddress
 from kvwire.store.counters import StoreCounters
 from kvwire.store.eviction import EVICTIONS

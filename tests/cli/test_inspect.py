@@ -12,6 +12,7 @@ from rich.console import Console
 import kvwire
 from kvwire.cli.inspect import screen
 from kvwire.cli.main import main
+from kvwire.endpoint.snapshot import CallSnapshot, PartSnapshot
 from kvwire.engine.io_thread import called
 from kvwire.observe.view import process_view
 from tests.support.caches import Memory
@@ -53,10 +54,10 @@ def test_a_look_at_a_process(
 def test_rates_and_trouble_are_on_the_screen() -> None:
     with kvwire.Engine(name="a\x1b[31m") as engine:
         now = engine.run(called(engine.communicator.snapshot))
-    part = kvwire.PartSnapshot(
+    part = PartSnapshot(
         kind="store",
         name="memory:1MiB",
-        calls=(kvwire.CallSnapshot(text="get", age_s=1.5),),
+        calls=(CallSnapshot(text="get", age_s=1.5),),
         summary="3 pinned",
         trouble={"disk": "full"},
     )

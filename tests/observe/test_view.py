@@ -9,7 +9,13 @@ import msgspec
 import pytest
 
 import kvwire
-from kvwire import ConnectionSnapshot, PartSnapshot, Snapshot, TransferSnapshot
+from kvwire import Snapshot
+from kvwire.endpoint.snapshot import (
+    CallSnapshot,
+    ConnectionSnapshot,
+    PartSnapshot,
+    TransferSnapshot,
+)
 from kvwire.engine.io_thread import called
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.observe.inspect_page import InspectPage
@@ -146,7 +152,7 @@ def test_texts_of_peers_are_printable_and_short(idle: Snapshot) -> None:
     part = PartSnapshot(
         kind="store",
         name=HOSTILE,
-        calls=(kvwire.CallSnapshot(text=HOSTILE, age_s=1.0),),
+        calls=(CallSnapshot(text=HOSTILE, age_s=1.0),),
         summary=HOSTILE,
         trouble={"disk": HOSTILE},
     )

@@ -54,7 +54,7 @@ TOPICS: Final = (
             "kvwire.Address",
             "kvwire.PeerInfo",
             "kvwire.TransportReport",
-            "kvwire.Candidate",
+            "kvwire.types.Candidate",
         ),
     ),
     Topic(
@@ -137,10 +137,10 @@ TOPICS: Final = (
         "What is open now, metrics and traces ([how-to](../../howto/observe.md)).",
         (
             "kvwire.Snapshot",
-            "kvwire.ConnectionSnapshot",
-            "kvwire.TransferSnapshot",
-            "kvwire.PartSnapshot",
-            "kvwire.CallSnapshot",
+            "kvwire.endpoint.snapshot.ConnectionSnapshot",
+            "kvwire.endpoint.snapshot.TransferSnapshot",
+            "kvwire.endpoint.snapshot.PartSnapshot",
+            "kvwire.endpoint.snapshot.CallSnapshot",
             "kvwire.observe.prometheus.CommunicatorCollector",
             "kvwire.observe.prometheus.StoreCollector",
             "kvwire.observe.opentelemetry.TransferTracer",
