@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvwire.errors import UsageError
 from kvwire_vllm.announce import DECODE
 from kvwire_vllm.proxy.client import EngineClient, EngineFailed
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from packages.vllm.tests.support.proxies import saying
-from tests.support.certificates import issue
+from tests.support.certificates import Authority
 from tests.support.servers import free_port
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n"
 
 
-def at(port: int | bytes, scheme: str = "http") -> VllmEngine:
-    server = VllmServer(f"{scheme}://127.0.0.1:{int(port)}", ())
+def at(port: int | bytes) -> VllmEngine:
+    server = VllmServer(f"http://127.0.0.1:{int(port)}", ())
     return VllmEngine(server=server, role=DECODE)
 
 
-async def asked(port: int | bytes, limit: int | None = None) -> tuple[int, bytes]:
+async def asked(port: int | bytes, limit: int = 2**20) -> tuple[int, bytes]:
     client = EngineClient()
     try:
         async with client.ask(at(port), "/x", {"a": "b"}) as said:
@@ -95,21 +97,36 @@ async def test_nobody_listens() -> None:
     assert (caught.value.why, caught.value.silent) == ("Connection refused", False)
 
 
-async def test_a_certificate_that_is_not_accepted(tmp_path: Path) -> None:
-    """The errors of TLS have numbers of their own, which are none of the system."""
-    shown = issue(tmp_path, "DNS:elsewhere")
+@pytest.mark.parametrize("trusted", [False, True])
+async def test_engines_behind_https(tmp_path: Path, *, trusted: bool) -> None:
+    """An operator names the CA of its fleet. Errors of TLS are none of the system."""
+    authority = Authority(tmp_path)
+    shown = authority.issue("localhost")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(shown.cert_file, shown.key_file)
-    server = await asyncio.start_server(
-        lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=context
-    )
+
+    async def answer(reader: asyncio.StreamReader, writer: Any) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HEAD + b"content-length: 0\r\n\r\n")
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     async with server:
-        port = server.sockets[0].getsockname()[1]
-        client = EngineClient()
-        with pytest.raises(EngineFailed, match="TLS: CERTIFICATE_VERIFY_FAILED"):
-            async with client.ask(at(port, "https"), "/"):
-                pass
+        url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+        engine = VllmEngine(server=VllmServer(url, ()), role=DECODE)
+        client = EngineClient(authority.root.cert_file if trusted else "")
+        await client.probe(engine)
         await client.close()
+    why = "" if trusted else "TLS: CERTIFICATE_VERIFY_FAILED"
+    assert engine.down == why
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_a_ca_that_is_none(tmp_path: Path, content: str | None) -> None:
+    file = tmp_path / "ca.pem"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UsageError, match=rf"--engines-ca {file}: .*: pass a PEM file"):
+        EngineClient(file)
 
 
 async def test_an_answer_that_is_given_up_ends_its_connection() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvwire_vllm.proxy.app import ProxySettings, make_app
+from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient, EngineFailed
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire_vllm.proxy.engines import VllmServer
@@ -48,7 +48,7 @@ async def passed_on(answer: bytes) -> bytes:
         where = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ("d:1",))
         asking = Dispatcher(client, EngineFleet([], [where]), order=AT_ONCE)
         request = ClientRequest("/v1/completions", dict(ASK))
-        return await (await asking.ask(request, stack)).body()
+        return await (await asking.ask(request, stack)).body(2**20)
 
 
 LAST = b"0\r\n\r\n"
@@ -101,7 +101,7 @@ async def test_the_client_of_a_stream_that_is_cut() -> None:
     async with saying(events(EVENT)) as heard:
         where = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ("d:1",))
         client = EngineClient()
-        application = make_app(EngineFleet([], [where]), ProxySettings(), client=client)
+        application = ProxyApp(EngineFleet([], [where]), ProxySettings(), client=client)
         told = await post(application, {**ASK, "stream": True})
         await client.close()
     assert told.status_code == 200

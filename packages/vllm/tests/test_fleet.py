@@ -13,12 +13,11 @@ from kvwire import UsageError
 from kvwire.directory import Record, open_directory
 from kvwire_vllm.announce import BOTH, DECODE, PREFILL
 from kvwire_vllm.proxy import client
-from kvwire_vllm.proxy.admission import Admission, QueueFull, RetryBudget
+from kvwire_vllm.proxy.admission import RetryBudget
 from kvwire_vllm.proxy.discovery import Discovery
-from kvwire_vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
+from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import (
-    PROXY_RETRY_AFTER_S_MAX,
     PROXY_RETRY_RESERVE,
     PROXY_RETRY_SHARE,
 )
@@ -32,10 +31,13 @@ from packages.vllm.tests.support.proxies import (
     P1,
     P2,
     Engines,
+    Handler,
+    broken,
+    dies,
     fails,
     fleet_in_turns,
+    gone,
     refused,
-    turns_until,
     when,
 )
 from tests.support import virtual_time
@@ -121,25 +123,25 @@ def test_what_is_no_prompt_goes_to_an_engine(prompt: Any) -> None:
 
 
 def test_engines_that_are_down_are_not_picked() -> None:
-    now = 0.0
-    fleet = fleet_in_turns([P1, P2], clock=lambda: now)
+    fleet = fleet_in_turns([P1, P2])
     one, two = fleet.engines
 
     def taken(*tried: VllmEngine, down: bool = False) -> set[Any]:
         return {fleet.pick(PREFILL, ASK, tried, down=down) for _ in range(4)}
 
-    fleet.down(one)
+    one.lost("Connection refused")
     assert taken() == {two}
     assert taken(two) == {None}
     assert taken(two, down=True) == {one}
     assert taken(one, two, down=True) == {None}
-    now = DOWN_S
+    one.healthy()
     assert taken() == {one, two}
     two.slow = True
     assert taken() == {one}
     assert taken(one) == {two}
     assert fleet.lives()
-    one.gone = two.gone = True
+    for engine in fleet.engines:
+        engine.lost("Connection refused")
     assert not fleet.lives()
 
 
@@ -154,9 +156,9 @@ def test_who_answers() -> None:
     assert answers() is decode
     decode.slow = True
     assert answers() is decode
-    decode.gone = True
+    decode.lost("Connection refused")
     assert answers() is prefill
-    prefill.gone = True
+    prefill.lost("Connection refused")
     assert answers() is decode
     assert answers(decode) is prefill
     assert answers(decode, prefill) is None
@@ -193,9 +195,9 @@ def test_an_engine_changes_leaves_and_starts_again() -> None:
     fleet.joined(*member())
     (first,) = fleet.engines
     first.ready = True
-    fleet.drain(first.url)
+    fleet.at(first.url).drain()
     assert fleet.pick(DECODE, ASK, ()) is None
-    fleet.drain(first.url, draining=False)
+    fleet.at(first.url).drain(draining=False)
     fleet.joined(*member(role=PREFILL, load=0.5))  # it says something new
     assert fleet.engines == [first]
     assert (first.role, first.load) == (PREFILL, 0.5)
@@ -207,12 +209,12 @@ def test_an_engine_changes_leaves_and_starts_again() -> None:
         assert (second.ready, leaving) == (False, first)
         fleet.left(f"{1:032x}")
         assert second in fleet.engines
-        assert first.state(0) == "draining"
+        assert first.state == "leaving"
     assert fleet.engines == [second]
     fleet.joined(*member(port=9, start=2))  # and moves
     assert [engine.url for engine in fleet.engines] == ["http://127.0.0.1:9"]
     with pytest.raises(UsageError, match=r"no engine at .*known engines: http://127"):
-        fleet.drain(second.url)
+        fleet.at(second.url)
 
 
 def test_only_engines_of_one_model_share_a_request() -> None:
@@ -329,34 +331,7 @@ async def test_a_fleet_follows_a_directory(
         await directory.close()
 
 
-# --- how much is taken on -------------------------------------------------------------
-
-
-async def test_a_queue_that_is_full() -> None:
-    """Those who wait have their turns; the last estimate was of a very long one."""
-    now = 0.0
-    admission = Admission(1, 1, lambda: now)
-    end = asyncio.Event()
-
-    async def run() -> None:
-        async with admission.turn():
-            await end.wait()
-
-    for retry_after_s in (2, PROXY_RETRY_AFTER_S_MAX):
-        running, waiting = (asyncio.ensure_future(run()) for _ in range(2))
-        await turns_until(lambda: (admission.running, admission.waiting) == (1, 1))
-        with pytest.raises(QueueFull) as caught:
-            await run()
-        assert caught.value.retry_after_s == retry_after_s
-        now += 1e6
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        assert admission.waiting == 0
-        end.set()
-        await running
-        await run()
-        end.clear()
-    assert (admission.running, admission.rejected) == (0, 2)
+# --- retries --------------------------------------------------------------------------
 
 
 def test_retries_are_a_share_of_the_requests() -> None:
@@ -387,11 +362,13 @@ def test_death_is_noticed_within_a_second() -> None:
         probing = asyncio.create_task(prober.run())
 
         def states() -> list[str]:
-            return [engine.state(clock()) for engine in fleet.engines]
+            return [engine.state for engine in fleet.engines]
 
         await virtual_time.pass_time(client.PROBE_S)
         assert states() == ["up"] * 4
-        network.handlers |= {"p1": refused, "p2": when(silent), "d1": fails(503)}
+        sick, hung = fails(503), when(silent)
+        network.dead += (sick, hung)
+        network.handlers |= {"p1": refused, "p2": hung, "d1": sick}
         given_up = asyncio.create_task(waits(fleet.engines[1]))
         await virtual_time.pass_time(1.0)
         assert states() == ["down", "up", "down", "up"]
@@ -405,7 +382,7 @@ def test_death_is_noticed_within_a_second() -> None:
         assert states() == ["down"] * 3 + ["up"]
         silent.set()
         network.handlers.clear()
-        await virtual_time.pass_time(DOWN_S + 1)
+        await virtual_time.pass_time(1.0)
         assert states() == ["up"] * 4
         probing.cancel()
         await asyncio.wait({probing})
@@ -416,3 +393,34 @@ def test_death_is_noticed_within_a_second() -> None:
                 await asyncio.Event().wait()
 
     virtual_time.run(watch())
+
+
+# How an engine is lost, and whether its process can be another one afterwards.
+LOST = [(refused, True), (gone, True), (broken, False), (dies, False)]
+
+
+@pytest.mark.parametrize(("lost", "restarted"), LOST)
+async def test_an_engine_that_was_drained_comes_back(
+    lost: Handler, restarted: bool
+) -> None:
+    """Gone and back is restarted; one that is sick or silent for a while is not."""
+    fleet = fleet_in_turns([], [D1])
+    network = Engines()
+    (engine,) = fleet.engines
+    engine.drain()
+    await network.probe(engine)
+    assert engine.state == "draining"
+    network.handlers["d1"] = lost
+    await network.probe(engine)
+    network.handlers.clear()
+    await network.probe(engine)
+    assert engine.state == ("up" if restarted else "draining")
+    # What was seen before a drain begins is no restart.
+    network.handlers["d1"] = lost
+    await network.probe(engine)
+    engine.drain()
+    network.handlers.clear()
+    await network.probe(engine)
+    assert engine.state == "draining"
+    engine.drain(draining=False)
+    assert engine.state == "up"

@@ -31,25 +31,25 @@ from packages.vllm.tests.support.proxies import (
 
 async def test_too_many_requests() -> None:
     may_answer = asyncio.Event()
-
     network = Engines(d1=when(may_answer), d2=when(may_answer))
-    application = app(network, admission=Admission(1, 1))
-    asking = [asyncio.ensure_future(post(application)) for _ in range(2)]
+    application = app(network, admission=Admission(1))
+    asking = asyncio.ensure_future(post(application))
     await turns_until(lambda: len(network.asked) == 2)
     said = await post(application)
     assert said.status_code == 429
     assert int(said.headers["retry-after"]) >= 1
-    assert "1 requests wait" in said.json()["error"]["message"]
-    first, second = (await call(application, "GET", "/fleet")).json()["requests"]
-    assert (first["waits_for"], second["waits_for"]) == ("the first token", "its turn")
-    assert first["engines"] == [P1.url, D1.url]
+    assert "1 requests are running" in said.json()["error"]["message"]
+    (shown,) = (await call(application, "GET", "/fleet")).json()["requests"]
+    assert shown["waits_for"] == "the first token"
+    assert shown["engines"] == [P1.url, D1.url]
     may_answer.set()
-    assert [(await one).status_code for one in asking] == [200, 200]
+    assert (await asking).status_code == 200
     text = (await call(application, "GET", "/metrics")).text
     for line in (
-        'kvwire_proxy_requests_total{status="200"} 2.0',
+        'kvwire_proxy_requests_total{status="200"} 1.0',
         'kvwire_proxy_requests_total{status="429"} 1.0',
         "kvwire_proxy_rejected_total 1.0",
+        "kvwire_proxy_running 0.0",
         'kvwire_proxy_engine_up{engine="http://p1",role="prefill"} 1.0',
     ):
         assert line in text
@@ -84,7 +84,8 @@ async def test_health_is_that_of_the_engines() -> None:
     said = await post(nobody)
     assert said.status_code == 503
     assert (await call(nobody, "GET", "/v1/models")).status_code == 503
-    assert said.json()["error"]["message"] == "no engine takes requests"
+    why = "no engine takes requests: none is known"
+    assert said.json()["error"]["message"] == why
 
 
 async def test_draining_an_engine() -> None:
@@ -110,6 +111,29 @@ async def test_draining_an_engine() -> None:
     assert network.hosts().count("d1") == 2
     assert (await drain(engine="http://nobody"))[0] == 400
     assert (await drain(wait_s="x"))[0] == 400
+
+
+async def test_what_engines_wait_for_is_shown() -> None:
+    """To operators by engine, and by role to clients, who must not learn addresses."""
+    network = Engines(p1=refused)
+    application = app(network, prefill=[P1], decode=[D1])
+    await operate(application, "/drain", engine=D1.url)
+    said = await post(application)
+    assert said.status_code == 503
+    shown = (await call(application, "GET", "/fleet")).json()["engines"]
+    restart = 'its restart, or POST /drain with "drain": false'
+    assert {one["state"]: one["waits_for"] for one in shown} == {
+        "draining": restart,
+        "down": "an answer to /health: Connection refused",
+    }
+    assert (
+        f"decode is draining and waits for {restart}"
+        in (await call(application, "GET", "/health")).json()["status"]
+    )
+    network.handlers.clear()
+    for engine in application._fleet.engines:
+        await network.probe(engine)
+    assert (await post(application)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -155,6 +179,7 @@ async def test_what_is_known_of_engines() -> None:
     said = (await call(app(Engines(), fleet=fleet), "GET", "/fleet")).json()
     found, *others = said["engines"]
     assert (found["url"], found["state"]) == ("http://127.0.0.1:5", "starting")
+    assert found["waits_for"] == "its first answer to /health"
     assert (found["load"], found["labels"]["carrying"]) == (0.25, "tcp:3")
     assert [one["url"] for one in others] == [D1.url, P1.url]
     assert said["requests"] == []

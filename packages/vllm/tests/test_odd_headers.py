@@ -8,7 +8,7 @@ import pytest
 
 from packages.vllm.tests.support.proxies import (
     ASK,
-    SCOPE,
+    PATH,
     Engines,
     app,
     call,
@@ -25,23 +25,18 @@ async def test_a_header_that_engines_cannot_be_sent(value: str) -> None:
     application = app(engines)
     said = await post(application, headers={"x-request-id": value})
     assert said.status_code == 400
-    assert "x-request-id" in said.json()["error"]["message"]
-    models = await call(
-        application, "GET", "/v1/models", headers={"authorization": value}
-    )
-    assert models.status_code == 400
+    assert "header" in said.json()["error"]["message"]
     assert not engines.asked
     assert (await call(application, "GET", "/health")).status_code == 200
 
 
 async def test_a_header_of_an_engine_that_is_not_latin() -> None:
-    """It is passed on byte by byte, and its request is over then."""
-
+    """What is no UTF-8 of it is replaced, and its request is over then."""
     headers = {"content-type": "text/plain", "x-request-id": "€\udcff"}
     odd = says(b"{}", headers=headers)
     application = app(Engines(d1=odd, d2=odd))
     said = await post(application)
-    assert dict(said.headers.raw)[b"x-request-id"] == b"\xe2\x82\xac\xff"
+    assert dict(said.headers.raw)[b"x-request-id"] == "€\ufffd".encode()
     assert (await call(application, "GET", "/fleet")).json()["requests"] == []
 
 
@@ -56,7 +51,7 @@ async def test_a_header_of_a_client_that_is_not_latin() -> None:
     """Engines hear the bytes that the client has sent."""
     engines = Engines()
     sent = {b"x-request-id": "é€".encode()}
-    said = await call(app(engines), "POST", SCOPE["path"], json=ASK, headers=sent)
+    said = await call(app(engines), "POST", PATH, json=ASK, headers=sent)
     assert said.status_code == 200
     assert engines.headers["d1"]["x-request-id"] == "é€"
 

@@ -8,10 +8,11 @@ import re
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from kvwire import UsageError
-from kvwire_vllm.proxy import app as proxy_app
+from kvwire.aio import end_task
 from kvwire_vllm.proxy import dispatch, policy
 from kvwire_vllm.proxy.command import main
 from kvwire_vllm.proxy.engines import VllmServer, parse_engine
@@ -19,7 +20,6 @@ from kvwire_vllm.references import UNSIGNED
 from packages.vllm.tests.support.proxies import (
     ASK,
     EVENTS,
-    AsgiClient,
     Engines,
     Handler,
     Said,
@@ -90,11 +90,19 @@ async def test_in_sequence_decode_waits_for_prefill_and_hears_where_the_kv_is() 
     assert engines.params("d1") == [where]
 
 
-async def test_engines_hear_nothing_of_each_other_from_clients() -> None:
-    body = {**ASK, "n": 2, "kv_transfer_params": {"do_remote_prefill": True}}
+@pytest.mark.parametrize("size", [1, 100_000])
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_engines_hear_nothing_of_each_other_from_clients(
+    path: str, size: int
+) -> None:
+    """vLLM takes the fields out of another one too; large ones stay as they came."""
+    params = {"do_remote_prefill": True, "remote": ["10.0.0.9:1"], "a": "x" * size}
+    fields = {"kv_transfer_params": params, "ec_transfer_params": params}
+    body = {**ASK, "n": 2, **fields, "vllm_xargs": {**fields, "mine": 1}}
     engines = Engines()
-    assert (await post(app(engines), body)).status_code == 200
-    assert engines.params("d1") == [None]
+    assert (await post(app(engines), body, path)).status_code == 200
+    ((_, sent),) = engines.asked
+    assert sent == {**ASK, "n": 2, "vllm_xargs": {"mine": 1}}
 
 
 async def test_at_once_decode_is_asked_while_prefill_computes() -> None:
@@ -168,10 +176,13 @@ async def test_a_decode_engine_that_fails_for_want_of_kv_is_asked_without(
         assert (engine["state"], engine["failed"], engine["running"]) == ("up", 0, 0)
 
 
-async def test_a_stream_that_begins_with_a_failure_is_tried_elsewhere() -> None:
+async def test_a_stream_that_begins_with_a_failure_is_the_requests_own() -> None:
+    """Also without KV: the engine is well, and another one would fail it too."""
     engines = Engines(d1=no_answer)
-    assert (await post(app(engines))).json() == {"tokens": 9}
-    assert engines.hosts().count("d2") == 1
+    said = await post(app(engines))
+    assert said.status_code == 500
+    assert "Internal server error" in said.json()["error"]["message"]
+    assert engines.hosts() == ["p1", "d1", "d1"]
 
 
 async def test_a_stream_that_begins_with_an_error_of_the_client_is_its_answer() -> None:
@@ -228,7 +239,7 @@ async def test_another_decode_engine_takes_over(failing: Handler) -> None:
     ("failing", "status", "why"),
     [
         (refused, 503, "no engine has answered: decode: Connection refused"),
-        (fails(500, "it is dead"), 500, "no engine has answered: decode: it is dead"),
+        (broken, 500, "no engine has answered: decode: it is dead"),
     ],
 )
 async def test_no_decode_engine_answers(
@@ -284,19 +295,16 @@ async def test_an_engine_that_dies_while_it_streams() -> None:
     """The client is told in the stream: its status has been sent long before."""
     engines = Engines(d1=breaks_off(EVENTS))
     read = b"".join([part async for part in streamed(app(engines))])
-    begun, error, done = read.removeprefix(b"data: ").split(b"\n\ndata: ")
-    assert (begun, done) == (b"1", b"[DONE]\n\n")
-    assert json.loads(error)["error"]["code"] == 502
+    begun, error, done = (event for event in read.split(b"\n\n") if event)
+    assert (begun, done) == (b"data: 1", b"data: [DONE]")
+    assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 502
 
 
 async def test_an_engine_that_dies_within_an_answer_that_is_no_stream() -> None:
     """Half an answer must not look like a whole one: the connection is cut."""
-    headers = {"content-type": "application/json", "content-length": "9"}
-    engines = Engines(d1=breaks_off(headers))
-    client = AsgiClient(b"{}")
-    # Servers cut the connection of an answer that is not complete.
-    await client.ask(app(engines))
-    assert [one.get("more_body") for one in client.sent] == [None, True]
+    headers = {"content-type": "application/json", "content-length": "99"}
+    with pytest.raises(httpx.RemoteProtocolError):
+        await post(app(Engines(d1=breaks_off(headers))))
 
 
 async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
@@ -307,73 +315,61 @@ async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "scope", "engines"),
-    [
-        (policy.AT_ONCE, {}, 2),
-        (policy.IN_SEQUENCE, {}, 1),
-        (policy.AT_ONCE, {"method": "GET", "path": "/v1/models"}, 1),
-    ],
+    ("order", "engines"), [(policy.AT_ONCE, 2), (policy.IN_SEQUENCE, 1)]
 )
 async def test_a_client_that_goes_away_before_the_first_token(
-    order: str, scope: dict[str, Any], engines: int
+    order: str, engines: int
 ) -> None:
-    """The server says so while nothing was answered; nobody works for nobody."""
+    """Nobody works for nobody, and no request is open."""
     stopped: list[str] = []
-    client = AsgiClient()
 
     async def waits(_: dict[str, Any]) -> Said:
-        client.left.set()
         try:
             await asyncio.Event().wait()
         finally:
             stopped.append("one")
         raise AssertionError
 
-    asking = Engines(p1=waits, d1=waits)
-    async with asyncio.timeout(60):
-        await client.ask(app(asking, order), **scope)
+    network = Engines(p1=waits, d1=waits)
+    application = app(network, order)
+    asking = asyncio.ensure_future(post(application))
+    await turns_until(lambda: len(network.asked) == engines)
+    await end_task(asking)
     assert stopped == ["one"] * engines
-    assert client.sent[0]["status"] == 499
-
-
-async def test_a_client_that_leaves_as_its_answer_begins() -> None:
-    """Before the first part was asked for: its turn and its engines are free again."""
-
-    class Leaves(AsgiClient):
-        async def send(self, message: Any) -> None:
-            self.left.set()
-            await asyncio.sleep(0)
-
-    application = app(Engines())
-    # As uvicorn says it, so ProxyApp looks itself whether the client is there.
-    await Leaves().ask(application, asgi={"spec_version": "2.3"})
     page = (await call(application, "GET", "/metrics")).text
+    assert 'kvwire_proxy_requests_total{status="499"} 1.0' in page
     assert "\nkvwire_proxy_running 0.0" in page
     assert not re.findall(r"engine_running\{.*\} [1-9]", page)
     assert not (await call(application, "GET", "/fleet")).json()["requests"]
+    # Prefill has computed nothing, so there is nothing to free.
+    assert not network.freed
 
 
-async def test_a_client_that_leaves_within_its_request() -> None:
-    client, engines = AsgiClient(), Engines()
-    client.parts = [{"type": "http.request", "body": b"{", "more_body": True}]
-    client.left.set()
-    await client.ask(app(engines))
-    assert client.sent[0]["status"] == 499
-    assert not engines.asked
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+async def test_a_client_that_goes_away_between_prefill_and_decode(order: str) -> None:
+    """Decode frees the prompt, of which it may not have heard: no lease has to end."""
+    network = Engines(d1=waits)
+    application = app(network, order)
+    asking = asyncio.ensure_future(post(application))
+    await turns_until(lambda: set(network.hosts()) == {"p1", "d1"})
+    await turns(100)  # prefill's answer is read
+    await end_task(asking)
+    await turns_until(lambda: network.freed == ["d1"])
 
 
-async def test_a_body_that_does_not_end_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
+@pytest.mark.parametrize(
+    ("decode", "freed"),
+    [(fails(400), ["d1"]), (fails(500), ["d1"]), (refused, ["d2"]), (fine, [])],
+)
+async def test_a_prompt_that_decode_does_not_take(
+    decode: Handler, freed: list[str], order: str
 ) -> None:
-    monkeypatch.setattr(proxy_app, "PROXY_BODY_BYTES_MAX", 1024)
-    part = {"type": "http.request", "body": b" " * 512, "more_body": True}
-    client, engines = AsgiClient(), Engines()
-    client.parts = [part] * 9
-    await client.ask(app(engines))
-    assert client.sent[0]["status"] == 413
-    assert b"more than 1 KiB" in client.sent[1]["body"]
-    assert len(client.parts) == 6, "no more is read than that"
-    assert not engines.asked
+    network = Engines(d1=decode)
+    application = app(network, order)
+    await post(application)
+    await turns(100)
+    assert network.freed == freed
 
 
 @pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
@@ -423,9 +419,23 @@ async def test_models_are_those_of_any_decode_engine() -> None:
     application = app(engines)
     for _ in range(3):  # whoever's turn it is
         assert (await call(application, "GET", "/v1/models")).status_code == 200
+    assert engines.hosts().count("d2") == 1
     assert "p1" not in engines.hosts()
     engines.handlers |= {"d1": refused, "p1": refused, "p2": refused}
     assert (await call(application, "GET", "/v1/models")).status_code == 503
+
+
+async def test_what_one_engine_answers_is_passed_unchanged() -> None:
+    engines = Engines()
+    application = app(engines)
+    content = b'{ "prompt" : "\\u00e9", "x":1.0}'
+    for path in ("/tokenize", "/detokenize"):
+        said = await call(application, "POST", path, content=content)
+        assert said.status_code == 200
+        assert engines.sent.pop() == (path, content)
+    for path in ("/v1/models", "/version"):
+        assert (await call(application, "GET", path)).status_code == 200
+        assert engines.sent.pop() == (path, None)
 
 
 # --- its parts ------------------------------------------------------------------------

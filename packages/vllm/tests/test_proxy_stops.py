@@ -53,7 +53,7 @@ def test_without_an_output(closed: str) -> None:
             *(*DECODE, "--port", port),
         )
     assert done.returncode == 3, done.stderr
-    assert ("address already in use" in done.stderr) is ("2>" not in closed)
+    assert ("Address already in use" in done.stderr) is ("2>" not in closed)
 
 
 @dataclass

@@ -17,10 +17,9 @@ from unittest.mock import Mock
 import aiohttp
 import pytest
 
-from kvwire.aio import end_task
-from kvwire_vllm.proxy.client import EngineFailed, Prober
+from kvwire_vllm.proxy.client import EngineFailed
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
-from kvwire_vllm.proxy.engines import DOWN_S, VllmServer
+from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE
 from kvwire_vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
 from packages.vllm.tests.support.proxies import (
@@ -30,13 +29,16 @@ from packages.vllm.tests.support.proxies import (
     Decoder,
     Engines,
     Handler,
+    Mortal,
     Said,
     answer,
     app,
     broken,
+    dies,
     fails,
     fine,
     fleet_in_turns,
+    gone,
     post,
     refused,
     turns_until,
@@ -46,31 +48,31 @@ DECODE = [VllmServer(f"http://d{i}", (f"d{i}:1",)) for i in range(6)]
 PREFILL = [VllmServer(f"http://p{i}", (f"p{i}:1",)) for i in range(6)]
 
 
-async def dies(_: dict[str, Any]) -> Said:
-    raise aiohttp.ServerDisconnectedError
-
-
 front = partial(app, prefill=(), decode=DECODE)
 
 
-@pytest.mark.parametrize(("fails", "status"), [(broken, 500), (dies, 502)])
-async def test_a_request_that_decode_engines_fail_of(
-    fails: Handler, status: int
-) -> None:
+async def test_a_request_that_decode_engines_die_of() -> None:
     """Two are enough. The client is not told to come again in a moment."""
-    engines = Engines(**{f"d{i}": fails for i in range(6)})
+    engines = Engines(**{f"d{i}": Mortal() for i in range(6)})
     said = await post(front(engines))
-    assert said.status_code == status
+    assert said.status_code == 502
     assert "retry-after" not in said.headers
     assert len(engines.asked) == 2
 
 
-async def test_a_request_that_prefill_engines_fail_of() -> None:
+async def test_a_request_that_prefill_engines_die_of() -> None:
     """It is not computed by decode engines then."""
-    engines = Engines(**{f"p{i}": dies for i in range(6)})
+    engines = Engines(**{f"p{i}": Mortal() for i in range(6)})
     said = await post(front(engines, prefill=PREFILL, order=IN_SEQUENCE))
     assert said.status_code == 502
     assert [host[0] for host in engines.hosts()] == ["p", "p"]
+
+
+async def test_engines_that_were_dead_already_are_not_counted() -> None:
+    """Before a request that an engine has died of, the next one is looked at."""
+    engines = Engines(d0=Mortal(), d1=broken, d2=dies, d3=broken)
+    assert (await post(front(engines))).status_code == 200
+    assert engines.hosts() == ["d0", "d4"]
 
 
 async def test_engines_that_nobody_reaches_are_not_counted() -> None:
@@ -88,17 +90,34 @@ async def test_engines_that_were_down_before_are_not_counted() -> None:
             assert (await post(application)).status_code == 200
 
 
-async def test_prefill_engines_that_a_request_breaks() -> None:
-    """They were well before it: no other gets it, as it would break as well."""
+@pytest.mark.parametrize("order", [AT_ONCE, IN_SEQUENCE])
+async def test_a_client_whose_requests_are_answered_with_500(order: str) -> None:
+    """vLLM does that to some that are the client's fault: no engine is down for it."""
 
-    async def breaks(body: dict[str, Any]) -> Said:
-        return await (broken if body else fine)(body)
+    async def picky(body: dict[str, Any]) -> Said:
+        at_fault = "response_format" in body
+        return await (fails(500, "an odd value") if at_fault else fine)(body)
 
-    engines = Engines(**{f"p{i}": breaks for i in range(6)})
-    said = await post(front(engines, prefill=PREFILL, order=IN_SEQUENCE))
-    assert said.status_code == 500
-    computed = [host for host, body in engines.asked if body and host[0] == "p"]
-    assert len(computed) == 2
+    engines = Engines(p0=picky, p1=picky, d0=picky, d1=picky)
+    fleet = fleet_in_turns(PREFILL[:2], DECODE[:2])
+    application = app(engines, order, fleet=fleet)
+    for number in range(20):
+        odd = {"response_format": {"type": "json_object"}}
+        said = await post(application, {**ASK, **odd})
+        assert said.status_code == 500
+        assert "an odd value" in said.json()["error"]["message"]
+        assert (await post(application)).status_code == 200
+        assert {engine.state for engine in fleet.engines} == {"up"}, number
+    prefilled = [body for host, body in engines.asked if host[0] == "p"]
+    assert sum("response_format" not in body for body in prefilled) == 20
+
+
+async def test_prefill_that_fails_a_request_and_is_well() -> None:
+    """Decode computes the prompt: it knows better whether the request is at fault."""
+    engines = Engines(p0=fails(500), p1=fails(500))
+    said = await post(front(engines, prefill=PREFILL[:2], order=IN_SEQUENCE))
+    assert said.status_code == 200
+    assert engines.hosts() == ["p0", "d0"]
 
 
 async def test_when_an_engine_that_has_failed_may_be_asked_again() -> None:
@@ -140,16 +159,14 @@ async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
         raise aiohttp.ClientConnectorError(Mock(), error)
 
     engines = Engines(**{f"d{i}": none_left for i in range(6)})
+    engines.dead += (none_left,)
     fleet = fleet_in_turns([], DECODE)
     said = await post(app(engines, fleet=fleet))
     assert said.status_code == 503
     assert said.json()["error"]["message"] == "Too many open files"
     assert len(engines.asked) == 1
-    prober = Prober(fleet, engines)
-    probing = asyncio.ensure_future(prober.run())
-    await turns_until(lambda: len(engines.asked) == 1 + len(DECODE))
-    await end_task(probing)
-    assert {one.state(fleet.clock()) for one in fleet.engines} == {"up"}
+    await asyncio.gather(*map(engines.probe, fleet.engines))
+    assert {one.state for one in fleet.engines} == {"up"}
 
 
 # --- who answers when some engines do not ---------------------------------------------
@@ -168,7 +185,6 @@ class Pairs(Engines):
     @asynccontextmanager
     async def _request(
         self,
-        method: str,
         url: str,
         headers: Mapping[str, str],
         body: Mapping[str, Any] | bytes | None,
@@ -176,7 +192,7 @@ class Pairs(Engines):
         fields = body if isinstance(body, Mapping) else {}
         params = fields.get("kv_transfer_params") or {}
         ready = self._ready.setdefault(params.get("transfer_id", ""), asyncio.Event())
-        async with super()._request(method, url, headers, body) as said:
+        async with super()._request(url, headers, body) as said:
             if params.get("do_remote_decode") and said[0] == 200:
                 ready.set()
             if params.get("do_remote_prefill") and said[0] == 200:
@@ -199,11 +215,7 @@ async def ask(asking: Dispatcher, **more: Any) -> tuple[int, bytes]:
     async with AsyncExitStack() as stack:
         request = ClientRequest("/v1/completions", {**ASK, **more})
         said = await asking.ask(request, stack)
-        return said.status, await said.body()
-
-
-async def gone(_: dict[str, Any]) -> Said:
-    raise TimeoutError
+        return said.status, await said.body(2**20)
 
 
 FAILURES = pytest.mark.parametrize("fails", [refused, broken, dies, gone])
@@ -235,6 +247,7 @@ async def test_a_spent_budget_costs_no_answer(
         return await fails(body)
 
     engines = Pairs(**{who: late})
+    engines.dead += (late,)
     asking = dispatcher(engines, 1, 2, order)
     asked = [asyncio.ensure_future(ask(asking)) for _ in range(MANY)]
     await turns_until(lambda: engines.hosts().count(who) >= MANY // 2)
@@ -273,16 +286,18 @@ async def test_without_decode_prefill_answers_alone(fails: Handler, order: str) 
 @ORDERS
 async def test_engines_of_both_roles_come_and_go(seed: int, order: str) -> None:
     """One of them is well at any time; which one, nobody knows before it is asked."""
-    chance, now = random.Random(seed), 0.0
+    chance = random.Random(seed)
     engines = Pairs()
-    asking = dispatcher(engines, 2, 2, order, lambda: now)
+    fleet = fleet_in_turns(PREFILL[:2], DECODE[:2])
+    asking = Dispatcher(engines, fleet, order=order)
     hosts = ["p0", "p1", "d0", "d1"]
     for _ in range(MANY):
         well = chance.choice(hosts)
         failing = {host: chance.choice((refused, gone)) for host in hosts}
         engines.handlers = failing | {well: fine}
         assert (await ask(asking))[0] == 200
-        now += DOWN_S
+        for engine in fleet.engines:
+            engine.healthy()  # nobody knows who it is the next time
 
 
 async def test_an_error_names_all_that_have_failed() -> None:
@@ -348,7 +363,7 @@ async def test_a_refusal_is_an_answer(
         assert engines.hosts().count("d0") <= number + 1
     assert asking.budget.spent == 0
     for engine in fleet.engines:
-        assert (engine.failed, engine.state(fleet.clock())) == (0, "up")
+        assert (engine.failed, engine.state) == (0, "up")
 
 
 @ORDERS

@@ -1,4 +1,4 @@
-"""The proxy's routes, independent of the HTTP server that calls them."""
+"""The proxy's routes: requests of clients, and orders of its operator."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import contextlib
 import hmac
 import logging
 import math
+import re
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
-    Coroutine,
-    Iterator,
+    Mapping,
 )
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias, TypeVar
@@ -25,53 +25,41 @@ import msgspec
 from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.limits import KIB
 from kvwire.security.web_pages import why_foreign
-from kvwire.types import in_bytes, is_loopback
-from kvwire.wire.control import DECODE_ERRORS
-from kvwire_vllm.proxy import asgi
-from kvwire_vllm.proxy.admission import Admission, QueueFull
+from kvwire.types import is_loopback
+from kvwire_vllm.proxy.admission import Admission, TooMany
+from kvwire_vllm.proxy.body import (
+    Refused,
+    decoded,
+    expecting_json,
+    read_body,
+)
 from kvwire_vllm.proxy.client import (
     PROBE_S,
     EngineClient,
     EngineFailed,
     EngineResponse,
     Prober,
+    headers_of,
 )
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire_vllm.proxy.engines import VllmEngine
-from kvwire_vllm.proxy.exchange import (
-    CLIENT_CLOSED,
-    HttpAnswer,
-    HttpRequest,
-    Refused,
-    as_json,
-    openai_error,
-)
+from kvwire_vllm.proxy.events import EVENTS, written
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import (
     PROXY_BODY_BYTES_MAX,
-    PROXY_BODY_BYTES_PER_S,
-    PROXY_BODY_S,
-    PROXY_BODY_VALUES_MAX,
     PROXY_ORDER_BYTES_MAX,
+    PROXY_UNREAD_S,
 )
 from kvwire_vllm.proxy.moving import STAYED, Moves
-from kvwire_vllm.proxy.passing import (
-    body_of,
-    for_client,
-    for_engine,
-    is_form,
-    methods_of,
-    query_of,
-)
 from kvwire_vllm.proxy.policy import AT_ONCE
 from kvwire_vllm.proxy.stopping import Ending
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire_vllm.references import UNSIGNED, References
 
 with needed_by("the proxy", command="pip install aiohttp"):
+    from aiohttp import web
     from prometheus_client import CollectorRegistry, generate_latest
     from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -97,13 +85,23 @@ _KEPT_HEADERS: Final = (
     "vary",
 )
 _OF_PAGES: Final = "access-control-"
-# A larger field is forwarded unchanged, without decoding and encoding it.
-_LARGE_BYTES: Final = 64 * KIB
-# How many of the PROXY_BODY_VALUES_MAX values each object or list counts as.
-_CONTAINER_VALUES: Final = 8
-_LENGTH_DIGITS: Final = 18
-_EVENTS: Final = "text/event-stream"
+# Control characters: some HTTP servers and clients accept them, others do not.
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_SPLIT: Final = ("/v1/completions", "/v1/chat/completions")
+# Answered by any engine that decodes. Engines have other paths, which put them to
+# sleep, load adapters or run code.
+_OF_ONE_ENGINE: Final = {
+    "/v1/models": ("GET", "HEAD"),
+    "/version": ("GET", "HEAD"),
+    "/tokenize": ("POST",),
+    "/detokenize": ("POST",),
+}
+# Fields by which engines are told of each other; only the proxy may do that. vLLM takes
+# the first two out of the last one as well.
+_OF_ENGINES: Final = ("kv_transfer_params", "ec_transfer_params")
+_MORE_FIELDS: Final = "vllm_xargs"
 _DRAIN_WAIT_S_MAX: Final = 3600.0
+_OTHER_SITES: Final = "start the proxy with --operator-key-file"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +111,7 @@ class ProxySettings:
     Attributes:
         order: Whether both engines get a request at once, or decode after prefill.
         references: Signs references to prefilled KV with the engines' key.
-        admission: Limits the requests that run and wait; by default the usual limits.
+        admission: Limits the requests at once; by default the usual limits.
         operator_key: The key that operators send; empty for requests of this host only.
         migrate: Whether streams can continue at another engine.
     """
@@ -125,325 +123,268 @@ class ProxySettings:
     migrate: bool = False
 
 
-def make_app(
-    fleet: EngineFleet,
-    settings: ProxySettings,
-    *,
-    discovery: Discovery | None = None,
-    client: EngineClient | None = None,
-    ending: Ending | None = None,
-) -> ProxyApp:
-    """Return the proxy as an application."""
-    client = client or EngineClient()
-    front = _Front(fleet, client, ending or Ending(), settings, discovery)
-    prober = Prober(fleet, client)
-    running = [prober.run]
-    if discovery is not None:
-        discovery.wake = prober.wake
-        running.append(discovery.watch)
-
-    @asynccontextmanager
-    async def run() -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(client.close)
-            if discovery is not None:
-                stack.push_async_callback(discovery.close)
-            for work in running:
-                stack.push_async_callback(end_task, _started(work()))
-            yield
-
-    return ProxyApp(front, run)
-
-
 class ProxyApp:
-    """Answers HTTP requests; also usable as an ASGI application."""
-
-    def __init__(
-        self,
-        front: _Front,
-        run: Callable[[], contextlib.AbstractAsyncContextManager[None]],
-    ) -> None:
-        #: Runs the background work while it is open.
-        self.running = run
-        self._front = front
-        read = ("GET", "HEAD")
-        write = ("POST",)
-        self._routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
-            "/v1/completions": (write, front.generate),
-            "/v1/chat/completions": (write, front.generate),
-            "/health": (read, front.health),
-            "/metrics": (read, front.metrics),
-            "/fleet": (read, front.fleet),
-            "/drain": (write, front.drain),
-            "/migrate": (write, front.migrate),
-        }
-
-    async def __call__(
-        self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send
-    ) -> None:
-        """Handle one scope from an ASGI server.
-
-        Cancel safety: safe, the request is cancelled.
-        """
-        await asgi.serve(self, scope, receive, send)
-
-    @asynccontextmanager
-    async def answered(self, asked: HttpRequest) -> AsyncIterator[HttpAnswer]:
-        """Answer a request; its resources are released when the block ends.
-
-        Cancel safety: safe, its requests to engines are cancelled.
-        """
-        async with AsyncExitStack() as stack:
-            try:
-                answer = await self._handler(asked)(asked, stack)
-            except (Refused, QueueFull, EngineFailed, UsageError) as exc:
-                await stack.aclose()
-                answer = _refused(exc)
-            yield answer
-
-    def _handler(self, asked: HttpRequest) -> _Handler:
-        passed = methods_of(asked.path), self._front.passed
-        methods, handler = self._routes.get(asked.path, passed)
-        if not methods:
-            why = f"{asked.path} is not passed to engines; send it to one directly"
-            raise Refused(HTTPStatus.NOT_FOUND, why)
-        # Browsers send OPTIONS to learn what a page may request; engines know the
-        # answer.
-        if asked.method == "OPTIONS" and handler in (passed[1], self._front.generate):
-            return self._front.passed
-        if asked.method not in methods:
-            why = f"{asked.path} takes {methods[0]}, not {asked.method}"
-            allow = {"allow": ", ".join(methods)}
-            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, why, allow)
-        return handler
-
-
-def _started(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start work that should never end; if it ends, log the plug-in's error."""
-    task = start_task(work)
-
-    def log_failure(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
-            logger.error(
-                "the discovery of engines has failed", exc_info=task.exception()
-            )
-
-    task.add_done_callback(log_failure)
-    return task
-
-
-class _Front:
-    """Implements the routes of the proxy."""
+    """Answers HTTP requests."""
 
     def __init__(
         self,
         fleet: EngineFleet,
-        client: EngineClient,
-        ending: Ending,
         settings: ProxySettings,
-        discovery: Discovery | None,
+        *,
+        discovery: Discovery | None = None,
+        client: EngineClient | None = None,
     ) -> None:
-        self.ending = ending
-        self.settings = settings
-        self.dispatcher = Dispatcher(
-            client, fleet, order=settings.order, references=settings.references
+        self.ending: Ending = Ending()
+        self._fleet = fleet
+        self._settings = settings
+        self._discovery = discovery
+        self._client = client or EngineClient()
+        self._dispatcher = Dispatcher(
+            self._client, fleet, order=settings.order, references=settings.references
         )
-        self.state = ProxyState(
+        self._state = ProxyState(
             fleet,
             settings.admission or Admission(),
-            self.dispatcher.budget,
+            self._dispatcher.budget,
             lambda: discovery.ignored if discovery else 0,
         )
-        self.moves = Moves(
-            self.dispatcher,
-            fleet,
-            self.state.moves,
-            migrate=settings.migrate,
+        self._moves = Moves(
+            self._dispatcher, fleet, self._state.moves, migrate=settings.migrate
         )
-        self.registry = CollectorRegistry()
-        self.registry.register(ProxyCollector(self.state))
+        self._registry = CollectorRegistry()
+        self._registry.register(ProxyCollector(self._state))
         # Held while a large body is decoded.
-        self.large = asyncio.Lock()
-
-    async def generate(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        return await self._counted(self._generated(asked, stack))
-
-    async def passed(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        """Pass a request unchanged to one engine, which answers it alone."""
-        answering = self._passed(asked, stack)
-        return await (self._counted(answering) if _works(asked) else answering)
-
-    async def _counted(self, answering: Coroutine[Any, Any, HttpAnswer]) -> HttpAnswer:
-        status = CLIENT_CLOSED
-        try:
-            answer = await answering
-            status = answer.status
-        except (Refused, QueueFull, EngineFailed) as exc:
-            status = _refused(exc).status
-            raise
-        finally:
-            self.state.answered[status] += 1
-        return answer
-
-    async def _generated(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        # Before the body is read, so that the limits also apply to requests whose body
-        # arrives slowly or never.
-        take = stack.enter_context(self.state.admission.place())
-        content = await _read(asked, PROXY_BODY_BYTES_MAX, take)
-        async with self._alone(content):
-            body, large = _decoded(content)
-        del content  # large values are kept in the fields
-        # Only the proxy may give engines the names of other engines.
-        body.pop("kv_transfer_params", None)
-        headers = _passed_on(asked)
-        since = self.state.fleet.clock()
-        request = ClientRequest(asked.path, body, headers, since, large=large)
-        async with self.ending.limits():
-            return self._relayed(await self._asked(request, stack), stack)
+        self._large = asyncio.Lock()
+        read = ("GET", "HEAD")
+        write = ("POST",)
+        self._routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
+            **dict.fromkeys(_SPLIT, (write, self._generate)),
+            **{path: (own, self._pass) for path, own in _OF_ONE_ENGINE.items()},
+            "/health": (read, self._health),
+            "/metrics": (read, self._metrics),
+            "/fleet": (read, self._show),
+            "/drain": (write, self._drain),
+            "/migrate": (write, self._migrate),
+        }
 
     @asynccontextmanager
-    async def _alone(self, content: bytes) -> AsyncIterator[None]:
-        """Wait until a large body may be decoded: one at a time, and one per loop turn.
+    async def running(self) -> AsyncIterator[None]:
+        """Check and discover engines while the block is open."""
+        prober = Prober(self._fleet, self._client)
+        running = [prober.run()]
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._client.close)
+            stack.push_async_callback(self._dispatcher.close)
+            if self._discovery is not None:
+                self._discovery.wake = prober.wake
+                stack.push_async_callback(self._discovery.close)
+                running.append(self._discovery.watch())
+            for work in running:
+                task = start_task(work)
+                task.add_done_callback(_log_failure)
+                stack.push_async_callback(end_task, task)
+            yield
 
-        Without this, bodies that arrive together would also be decoded together.
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request.
+
+        Cancel safety: safe, its requests to engines are cancelled.
         """
-        if len(content) < _LARGE_BYTES:
-            yield
-            return
-        async with self.large:
-            yield
-            await asyncio.sleep(0)
+        status: int = _CLIENT_CLOSED
+        try:
+            async with AsyncExitStack() as stack:
+                try:
+                    answer = await self._handler(request)(request, stack)
+                except (Refused, TooMany, EngineFailed, UsageError) as exc:
+                    answer = _refused(exc)
+                status = answer.status
+            return answer
+        finally:
+            if request.path in _SPLIT:
+                self._state.answered[status] += 1
 
-    async def _passed(self, asked: HttpRequest, stack: AsyncExitStack) -> HttpAnswer:
-        content = b""
-        if _works(asked):
-            take = stack.enter_context(self.state.admission.place())
-            content = await _read(asked, PROXY_BODY_BYTES_MAX, take)
-        async with self._alone(content):
-            content = body_of(content, asked.headers)
-        request = ClientRequest(
-            asked.path,
-            {},
-            for_engine(asked.headers),
-            self.state.fleet.clock(),
-            method="GET" if asked.method == "HEAD" else asked.method,
-            content=content,
-            query=query_of(asked.query),
+    def _handler(self, request: web.BaseRequest) -> _Handler:
+        path = request.path
+        if path not in self._routes:
+            why = f"{path} is not passed to engines; send it to one directly"
+            raise Refused(HTTPStatus.NOT_FOUND, why)
+        methods, handler = self._routes[path]
+        if request.method not in methods:
+            why = f"{path} takes {methods[0]}, not {request.method}"
+            allow = {"allow": ", ".join(methods)}
+            raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, why, allow)
+        return handler
+
+    # --- requests for engines ---------------------------------------------------------
+
+    async def _generate(
+        self, request: web.BaseRequest, stack: AsyncExitStack
+    ) -> web.StreamResponse:
+        # Before the body is read, so that the limits also apply to requests whose body
+        # arrives slowly or never.
+        take = stack.enter_context(self._state.admission.place())
+        content = await read_body(request, PROXY_BODY_BYTES_MAX, take)
+        # Otherwise bodies that arrive together would also be decoded together.
+        async with self._large:
+            body, large = decoded(content)
+            if large:
+                await asyncio.sleep(0)
+        del content  # large values are kept in the fields
+        for name in _own_fields(body):
+            large.pop(name, None)
+        asked = ClientRequest(
+            request.path, body, _passed_on(request), self._fleet.clock(), large
         )
+        self._state.requests[asked] = None  # bounded: PROXY_RUNNING_MAX
+        stack.callback(self._state.requests.pop, asked)
         async with self.ending.limits():
-            if _works(asked):
-                answer = await self._asked(request, stack)
+            answer = await self._moves.ask(asked, stack)
+        return await self._relayed(request, answer)
+
+    async def _pass(
+        self, request: web.BaseRequest, stack: AsyncExitStack
+    ) -> web.StreamResponse:
+        """Pass a request unchanged to one engine."""
+        take = stack.enter_context(self._state.admission.place())
+        content = await read_body(request, PROXY_BODY_BYTES_MAX, take)
+        last = EngineFailed(None, self._fleet.why_none())
+        tried: set[VllmEngine] = set()
+        while (engine := self._fleet.pick_to_answer({}, tried)) is not None:
+            try:
+                async with self.ending.limits():
+                    answer = await stack.enter_async_context(
+                        self._client.ask(
+                            engine, request.path, _passed_on(request), content or None
+                        )
+                    )
+            except EngineFailed as exc:
+                if exc.ours or exc.engine is None:
+                    raise
+                last = exc
+                await self._dispatcher.look_at(exc)
+                tried.add(engine)  # bounded: engines
             else:
-                answer = await self.dispatcher.ask(request, stack)
-            return self._relayed(answer, stack, passed=True)
+                return await self._relayed(request, answer)
+        raise last
 
-    async def health(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
-        if self.state.fleet.lives():
-            return as_json({"status": "ok"})
-        why = "no engine is up"
-        return as_json({"status": why}, HTTPStatus.SERVICE_UNAVAILABLE)
+    async def _relayed(
+        self, request: web.BaseRequest, answer: EngineResponse
+    ) -> web.StreamResponse:
+        """Pass an engine's answer to a client, with the headers that it may see."""
+        kept = {
+            name: value
+            for name, value in answer.headers.items()
+            if name in _KEPT_HEADERS or name.startswith(_OF_PAGES)
+            if not _CONTROLS.search(value)
+        }
+        is_events = kept.get("content-type", "").startswith(EVENTS)
+        # Without a length, servers send chunks, which HTTP/1.0 clients do not
+        # understand. A stream of events keeps no length, because an error may be
+        # appended to it.
+        if is_events or not kept.get("content-length", "").isdecimal():
+            kept.pop("content-length", None)
+        response = web.StreamResponse(status=answer.status, headers=sendable(kept))
+        await response.prepare(request)
+        if request.method == "HEAD":
+            return response
+        try:
+            async with aclosing(_parts(answer, self.ending, is_events)) as parts:
+                async for part in parts:
+                    async with asyncio.timeout(PROXY_UNREAD_S):
+                        await response.write(part)
+            async with asyncio.timeout(PROXY_UNREAD_S):
+                await response.write_eof()
+        except EngineFailed:
+            # The client notices, since the answer is incomplete.
+            if request.transport is not None:
+                request.transport.close()
+        except TimeoutError:
+            logger.warning(
+                "closed the connection of a client that read nothing for %g s",
+                PROXY_UNREAD_S,
+            )
+            if request.transport is not None:
+                request.transport.abort()
+        return response
 
-    async def metrics(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
-        headers = {"content-type": CONTENT_TYPE_LATEST}
-        return HttpAnswer(headers=headers, body=generate_latest(self.registry))
+    # --- what it shows ----------------------------------------------------------------
 
-    async def fleet(self, _: HttpRequest, __: AsyncExitStack) -> HttpAnswer:
-        return as_json(fleet_view(self.state))
+    async def _health(self, *_: object) -> web.StreamResponse:
+        if self._fleet.lives():
+            return _json({"status": "ok"})
+        why = self._fleet.why_none()
+        return _json({"status": why}, HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def drain(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
+    async def _metrics(self, *_: object) -> web.StreamResponse:
+        headers = sendable({"content-type": CONTENT_TYPE_LATEST})
+        return web.Response(body=generate_latest(self._registry), headers=headers)
+
+    async def _show(self, *_: object) -> web.StreamResponse:
+        return _json(fleet_view(self._state))
+
+    # --- orders of its operator -------------------------------------------------------
+
+    async def _drain(self, request: web.BaseRequest, _: object) -> web.StreamResponse:
         """Stop sending new requests to an engine, and move its streams if possible.
 
         Answer when the engine has no requests left, or after ``wait_s``.
         """
-        self._check_operator(asked)
-        wanted = await _order(asked, _Drain)
-        engine = self.state.fleet.drain(wanted.engine, draining=wanted.drain)
-        if self.moves.migrate and wanted.drain and wanted.move:
+        self._check_operator(request)
+        wanted = await _order(request, _Drain)
+        engine = self._fleet.at(wanted.engine)
+        engine.drain(draining=wanted.drain)
+        if self._moves.migrate and wanted.drain and wanted.move:
             async with self.ending.limits():
-                await self.moves.move(self._at(engine))
+                await self._moves.move(self._at(engine))
         with contextlib.suppress(TimeoutError):
             wait_s = min(wanted.wait_s, _DRAIN_WAIT_S_MAX)
             async with self.ending.limits(), asyncio.timeout(wait_s):
                 await engine.idle()
         status = HTTPStatus.ACCEPTED if engine.running else HTTPStatus.OK
-        return as_json({"engine": engine.url, "running": engine.running}, status)
+        return _json({"engine": engine.url, "running": engine.running}, status)
 
-    async def migrate(self, asked: HttpRequest, _: AsyncExitStack) -> HttpAnswer:
+    async def _migrate(self, request: web.BaseRequest, _: object) -> web.StreamResponse:
         """Move one request, or all requests of an engine, to another engine."""
-        self._check_operator(asked)
-        if not self.moves.migrate:
+        self._check_operator(request)
+        if not self._moves.migrate:
             why = "the proxy was started without --migrate"
             raise Refused(HTTPStatus.CONFLICT, why)
-        wanted = await _order(asked, _Migrate)
-        to = self.state.fleet.at(wanted.to) if wanted.to else None
+        wanted = await _order(request, _Migrate)
+        to = self._fleet.at(wanted.to) if wanted.to else None
         if not wanted.request:
-            moving = self._at(self.state.fleet.at(wanted.engine))
-        elif not (moving := self.moves.named(wanted.request)):
+            moving = self._at(self._fleet.at(wanted.engine))
+        elif not (moving := self._moves.named(wanted.request)):
             why = f"no running request that can move has the id {wanted.request!r}"
             raise Refused(HTTPStatus.NOT_FOUND, why)
         async with self.ending.limits():
-            moved = await self.moves.move(moving, to)
+            moved = await self._moves.move(moving, to)
         stayed = any(STAYED in one for one in moved)
         status = HTTPStatus.CONFLICT if stayed else HTTPStatus.OK
-        return as_json({"requests": moved}, status)
+        return _json({"requests": moved}, status)
 
     def _at(self, engine: VllmEngine) -> list[ClientRequest]:
-        return [asked for asked in self.state.requests if asked.decode is engine]
+        return [asked for asked in self._state.requests if asked.decode is engine]
 
-    def _check_operator(self, asked: HttpRequest) -> None:
-        if key := self.settings.operator_key:
+    def _check_operator(self, request: web.BaseRequest) -> None:
+        headers = headers_of(request.raw_headers)
+        if key := self._settings.operator_key:
             right = b"Bearer " + key.hex().encode()
-            shown = asked.headers.get("authorization", "").encode()
+            shown = headers.get("authorization", "").encode(errors="surrogateescape")
             allowed = hmac.compare_digest(right, shown)
         else:
-            allowed = is_loopback(asked.client)
-            remedy = "start the proxy with --operator-key-file"
-            if allowed and (why := why_foreign(asked.headers, remedy)):
+            allowed = is_loopback(request.remote or "")
+            if allowed and (why := why_foreign(headers, _OTHER_SITES)):
                 raise Refused(HTTPStatus.FORBIDDEN, why)
         if not allowed:
             why = "send it from this host, or with the operator's key"
             raise Refused(HTTPStatus.FORBIDDEN, why)
 
-    async def _asked(
-        self, asked: ClientRequest, stack: AsyncExitStack
-    ) -> EngineResponse:
-        """Wait for the request's turn, then get its answer from the engines."""
-        requests = self.state.requests
-        requests[asked] = None  # bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
-        stack.callback(requests.pop, asked)
-        await stack.enter_async_context(self.state.admission.turn())
-        if asked.content is None:
-            return await self.moves.ask(asked, stack)
-        return await self.dispatcher.ask(asked, stack)
 
-    def _relayed(
-        self, answer: EngineResponse, stack: AsyncExitStack, *, passed: bool = False
-    ) -> HttpAnswer:
-        """Return an engine's answer with only the headers that a client may see."""
-        kept = for_client(answer.headers)
-        if not passed:
-            kept = {
-                name: value
-                for name, value in kept.items()
-                if name in _KEPT_HEADERS or name.startswith(_OF_PAGES)
-            }
-        # Without a length, servers send chunks, which HTTP/1.0 clients do not
-        # understand. A stream of events keeps no length, because an error may be
-        # appended to it.
-        added = not passed and _is_events(answer)
-        if added or not kept.get("content-length", "").isdecimal():
-            kept.pop("content-length", None)
-        parts = _relay(answer, self.ending, passed=passed)
-        stack.push_async_callback(parts.aclose)
-        return HttpAnswer(answer.status, kept, parts)
-
-
-def _works(asked: HttpRequest) -> bool:
-    """Return whether a request needs an engine and so has to wait for its turn."""
-    return asked.method == "POST"
-
-
-_Handler: TypeAlias = Callable[[HttpRequest, AsyncExitStack], Awaitable[HttpAnswer]]
+_Handler: TypeAlias = Callable[
+    [web.BaseRequest, AsyncExitStack], Awaitable[web.StreamResponse]
+]
+# nginx's status for a client that closed its connection; there is no standard one.
+_CLIENT_CLOSED: Final = 499
 
 
 class _Drain(msgspec.Struct):
@@ -462,92 +403,39 @@ class _Migrate(msgspec.Struct):
 T = TypeVar("T")
 
 
-async def _order(asked: HttpRequest, kind: type[T]) -> T:
+async def _order(request: web.BaseRequest, kind: type[T]) -> T:
     """Decode an operator's order from the request body."""
-    content = await _read(asked, PROXY_ORDER_BYTES_MAX)
-    with _as_wanted():
+    content = await read_body(request, PROXY_ORDER_BYTES_MAX)
+    with expecting_json():
         return msgspec.json.decode(content, type=kind)
 
 
-def _decoded(content: bytes) -> tuple[dict[str, Any], dict[str, msgspec.Raw]]:
-    """Decode a request; return its fields, and the raw bytes of the large ones.
-
-    NaN and lone surrogates are refused: Python's own decoder accepts them, but they
-    cannot be encoded again for an engine.
-    """
-    with _as_wanted():
-        if len(content) < _LARGE_BYTES:
-            return msgspec.json.decode(content, type=dict[str, Any]), {}
-        fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        body = {name: msgspec.json.decode(raw) for name, raw in fields.items()}
-        sizes = {name: memoryview(raw).nbytes for name, raw in fields.items()}
-    large = {name: raw for name, raw in fields.items() if sizes[name] > _LARGE_BYTES}
-    return body, large
+def _log_failure(task: asyncio.Task[None]) -> None:
+    """Log the error of a plug-in by which work has ended that should never end."""
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("the discovery of engines has failed", exc_info=task.exception())
 
 
-@contextlib.contextmanager
-def _as_wanted() -> Iterator[None]:
-    try:
-        yield
-    except DECODE_ERRORS as exc:
-        why = f"the body is not the expected JSON: {exc}"
-        raise Refused(HTTPStatus.BAD_REQUEST, why) from None
+def _own_fields(body: dict[str, Any]) -> list[str]:
+    """Remove what only the proxy may tell engines; return the changed fields."""
+    changed = [name for name in _OF_ENGINES if body.pop(name, None) is not None]
+    more = body.get(_MORE_FIELDS)
+    if isinstance(more, dict) and any(name in more for name in _OF_ENGINES):
+        kept = {name: value for name, value in more.items() if name not in _OF_ENGINES}
+        body[_MORE_FIELDS] = kept
+        changed.append(_MORE_FIELDS)
+    return changed
 
 
-async def _read(
-    asked: HttpRequest, bytes_max: int, take: Callable[[int], None] | None = None
-) -> bytes:
-    """Read a request's body; refuse one that is too slow, too large or compressed."""
-    for name in ("content-encoding", "transfer-encoding"):
-        coding = asked.headers.get(name, "identity")
-        if coding.lower() not in ("identity", "chunked"):
-            why = f"{name} {coding}: send the body uncompressed"
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, why)
-    length = asked.headers.get("content-length", "")
-    too_large = Refused(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        f"the body has more than {in_bytes(bytes_max)}",
-    )
-    if length.isdecimal() and (len(length) > _LENGTH_DIGITS or int(length) > bytes_max):
-        raise too_large
-    content = bytearray()
-    values = 0
-    counted = not is_form(asked.headers)
-    began = asyncio.get_running_loop().time()
-    try:
-        async with asyncio.timeout(PROXY_BODY_S) as wait:
-            async for part in asked.parts:
-                content += part
-                if len(content) > bytes_max:
-                    raise too_large
-                if take is not None:
-                    take(len(part))
-                values += part.count(b",")
-                values += _CONTAINER_VALUES * (part.count(b"[") + part.count(b"{"))
-                if counted and values > PROXY_BODY_VALUES_MAX:
-                    why = f"the body has more than {PROXY_BODY_VALUES_MAX} values"
-                    raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
-                here_s = len(content) / PROXY_BODY_BYTES_PER_S
-                wait.reschedule(began + PROXY_BODY_S + here_s)
-    except TimeoutError:
-        in_s = asyncio.get_running_loop().time() - began
-        why = f"only {in_bytes(len(content))} of the body arrived within {in_s:.0f} s"
-        raise Refused(HTTPStatus.REQUEST_TIMEOUT, why) from None
-    return bytes(content)
+def _passed_on(request: web.BaseRequest) -> dict[str, str]:
+    headers = headers_of(request.raw_headers)
+    return {n: value for n, value in headers.items() if n in _PASSED_HEADERS}
 
 
-def _passed_on(asked: HttpRequest) -> dict[str, str]:
-    passed = for_engine(asked.headers)
-    return {name: passed[name] for name in _PASSED_HEADERS if name in passed}
-
-
-def _is_events(answer: EngineResponse) -> bool:
-    return answer.headers.get("content-type", "").startswith(_EVENTS)
-
-
-async def _relay(
-    answer: EngineResponse, ending: Ending, *, passed: bool
+async def _parts(
+    answer: EngineResponse, ending: Ending, is_events: bool
 ) -> AsyncGenerator[bytes]:
+    """Yield the parts of an answer; an error ends a stream of events as an event."""
     try:
         while True:
             async with ending.limits():
@@ -557,16 +445,54 @@ async def _relay(
             yield part
     except EngineFailed as exc:
         logger.warning("an answer was cut off: %s", exc)
-        # An error can be appended only to a stream of the kind that the proxy writes.
-        if passed or not _is_events(answer):
+        if not is_events:
             raise
         why = f"the engine broke off: {exc.why}" if exc.engine else exc.why
         error = openai_error(HTTPStatus.BAD_GATEWAY, why)
         # The last part sent may have ended in the middle of an event.
-        yield b"\n\ndata: " + msgspec.json.encode(error) + b"\n\ndata: [DONE]\n\n"
+        yield b"\n\n" + written(error) + b"data: [DONE]\n\n"
 
 
-def _refused(exc: Exception) -> HttpAnswer:
+# --- answers of the proxy itself ------------------------------------------------------
+
+
+def openai_error(status: int, message: str) -> dict[str, Any]:
+    """Return an error in OpenAI's form."""
+    kind = "BadRequestError" if status == HTTPStatus.BAD_REQUEST else "EngineError"
+    return {
+        "error": {"message": message, "type": kind, "param": None, "code": int(status)}
+    }
+
+
+def error_answer(
+    status: int, message: str, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """Return an error answer in OpenAI's form."""
+    return _json(openai_error(status, message), status, headers)
+
+
+def sendable(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return headers of an answer, with the server's name and without half characters.
+
+    Otherwise aiohttp sends its version and Python's, and refuses a text that is not
+    UTF-8.
+    """
+    texts = {
+        name: value.encode(errors="surrogateescape").decode(errors="replace")
+        for name, value in headers.items()
+    }
+    return {"server": "kvwire"} | texts
+
+
+def _json(
+    body: Any, status: int = HTTPStatus.OK, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    kind = {"content-type": "application/json"} | dict(headers or {})
+    content = msgspec.json.encode(body)
+    return web.Response(body=content, status=int(status), headers=sendable(kind))
+
+
+def _refused(exc: Exception) -> web.Response:
     """Return the error answer for an exception."""
     status = int(HTTPStatus.BAD_REQUEST)
     why = exc.why if isinstance(exc, EngineFailed) else str(exc)
@@ -575,13 +501,17 @@ def _refused(exc: Exception) -> HttpAnswer:
         case Refused():
             status = exc.status
             headers |= exc.headers
-        case QueueFull():
+        case TooMany():
             status = HTTPStatus.TOO_MANY_REQUESTS
-            headers["retry-after"] = str(exc.retry_after_s)
+            headers["retry-after"] = _SOON
         case EngineFailed(status=None):
             status = HTTPStatus.SERVICE_UNAVAILABLE
-            headers["retry-after"] = str(math.ceil(PROBE_S))
+            headers["retry-after"] = _SOON
         case EngineFailed(status=int(status)):
             if exc.retry_after.isdecimal():
                 headers["retry-after"] = exc.retry_after
-    return as_json(openai_error(status, why), status, headers)
+    return error_answer(status, why, headers)
+
+
+# Seconds, after which engines have been checked again.
+_SOON: Final = str(math.ceil(PROBE_S))

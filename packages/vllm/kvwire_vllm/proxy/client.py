@@ -1,14 +1,15 @@
 """The proxy's HTTP client for engines, and its health checks.
 
-Each engine's health is checked twice a second::
+An engine is down only if its ``/health`` fails or it cannot be reached: an error that
+it answers to a request concerns that request alone. Each engine's health is checked
+twice a second, and at once when a request has failed there::
 
-    it answers            ready; it gets requests
-    it answers 5xx        failed: vLLM answers so when its engine has died
-    connection refused    down at once; running requests continue, as in a graceful stop
+    it answers            up
+    it answers 5xx        down: vLLM answers so when its engine has died
+    connection refused    down; running requests continue, as in a graceful stop
     no answer for 1 s     slow: other engines are preferred. An API server that is busy
                           with long prompts may not answer for a second or two
-    no answer for 10 s    down until it answers; its waiting requests are retried on
-                          other engines
+    no answer for 10 s    down; its waiting requests are retried on other engines
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ import errno
 import io
 import os
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from kvwire.aio import end_task, start_task
+from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire_vllm.proxy.exchange import headers_of, parser_text
+from kvwire_vllm.proxy.engines import VllmEngine
 from kvwire_vllm.proxy.limits import PROXY_HEALTH_BYTES_MAX
 
 with needed_by("the proxy", command="pip install aiohttp"):
@@ -36,7 +39,6 @@ with needed_by("the proxy", command="pip install aiohttp"):
     from yarl import URL
 
 if TYPE_CHECKING:
-    from kvwire_vllm.proxy.engines import VllmEngine
     from kvwire_vllm.proxy.fleet import EngineFleet
 
 PROBE_S: Final = 0.5
@@ -56,6 +58,9 @@ _STATUSES: Final = range(200, 600)
 _OURS: Final = (errno.EMFILE, errno.ENFILE)
 # How much of a library's error text is quoted.
 _QUOTED_CHARS: Final = 200
+# aiohttp's texts about malformed HTTP end with the bytes in question, some with an
+# arrow below them.
+_QUOTED: Final = ("b'", 'b"', "^")
 _NO_HEADERS: Final[Mapping[str, str]] = {}
 
 
@@ -84,11 +89,6 @@ class EngineFailed(Exception):
         self.ours = ours
         self.retry_after = ""  # its Retry-After header
 
-    @property
-    def down(self) -> bool:
-        """Whether the engine should be avoided for a while."""
-        return not self.ours
-
 
 @dataclass(slots=True)
 class EngineResponse:
@@ -100,7 +100,7 @@ class EngineResponse:
     # The parts of the body; they end with :exc:`EngineFailed` if the engine breaks off.
     parts: AsyncIterator[bytes]
 
-    async def body(self, size_max: int | None = None) -> bytes:
+    async def body(self, size_max: int) -> bytes:
         """Return the rest of the body.
 
         Cancel safety: safe, but the part already read is lost.
@@ -108,7 +108,7 @@ class EngineResponse:
         read = bytearray()
         async for part in self.parts:
             read += part
-            if size_max is not None and len(read) > size_max:
+            if len(read) > size_max:
                 raise EngineFailed(
                     self.engine, f"its answer has more than {size_max} bytes"
                 )
@@ -121,7 +121,7 @@ class EngineResponse:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the engine failed; any other error is an answer for the client.
+        """Whether the engine has failed the request; it may have died of it, or before.
 
         501 is not a failure: the model, or this version of vLLM, lacks the feature.
         """
@@ -130,9 +130,15 @@ class EngineResponse:
 
 
 class EngineClient:
-    """Sends requests to engines, all on the loop of the first request."""
+    """Sends requests to engines, all on the loop of the first request.
 
-    def __init__(self) -> None:
+    Args:
+        ca_file: The certificates that sign those of engines behind ``https``, as PEM;
+            "" for the system's.
+    """
+
+    def __init__(self, ca_file: str | Path = "") -> None:
+        self._ssl = _trusting(ca_file) if ca_file else None
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
@@ -142,25 +148,50 @@ class EngineClient:
         path: str,
         headers: Mapping[str, str] = _NO_HEADERS,
         body: Mapping[str, Any] | bytes | None = None,
-        method: str = "",
     ) -> AsyncIterator[EngineResponse]:
         """Send a GET, or a POST if there is a body; yield the response.
 
-        A body of bytes is sent unchanged, with the given headers, and requires
-        `method`. The path may contain a query.
+        A body of bytes is sent unchanged.
 
         Cancel safety: safe, the connection to the engine is closed.
         """
         async with AsyncExitStack() as stack:
             async with _answering(engine):
-                method = method or ("GET" if body is None else "POST")
-                sent = self._request(method, engine.url + path, headers, body)
+                sent = self._request(engine.url + path, headers, body)
                 status, answered, parts = await stack.enter_async_context(sent)
             if status not in _STATUSES:
                 raise EngineFailed(
                     engine, f"its answer is not valid HTTP: status {status}"
                 )
             yield EngineResponse(engine, status, answered, _Answered(engine, parts))
+
+    async def probe(self, engine: VllmEngine, within_s: float = SLOW_S) -> None:
+        """Ask for an engine's health, and record it.
+
+        Cancel safety: safe, the request is cancelled.
+        """
+        try:
+            async with (
+                asyncio.timeout(within_s),
+                self.ask(engine, "/health") as response,
+            ):
+                await response.body(PROXY_HEALTH_BYTES_MAX)
+        except TimeoutError:
+            engine.slow = True
+            if within_s >= SILENT_S:
+                engine.lost(f"it has not answered for {within_s:g} s")
+                engine.give_up()
+        except EngineFailed as exc:
+            if exc.ours:
+                return
+            engine.lost(exc.why, left=not exc.reached)
+            if exc.silent:
+                engine.give_up()
+        else:
+            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                engine.lost(f"its /health has status {response.status}")
+            else:
+                engine.healthy()
 
     async def close(self) -> None:
         """Close all connections.
@@ -173,27 +204,23 @@ class EngineClient:
     @asynccontextmanager
     async def _request(
         self,
-        method: str,
         url: str,
         headers: Mapping[str, str],
         body: Mapping[str, Any] | bytes | None,
     ) -> AsyncIterator[tuple[int, Mapping[str, str], AsyncIterator[bytes]]]:
         if self._session is None:
-            self._session = _session()
-        if isinstance(body, Mapping):
-            content = msgspec.json.encode(body)
+            self._session = self._new_session()
+        content = b"" if body is None else body
+        if not isinstance(content, bytes):
+            content = msgspec.json.encode(content)
+        if content:
             headers = {**headers, "content-type": "application/json"}
-        else:
-            content = body or b""
         # A generator, since the transport would copy bytes again and again.
         data = io.BytesIO(content) if content else None
-        del content  # it is large, and the answer may take long
-        where, mark, query = url.partition("?")
-        # The query is sent exactly as it came, without re-encoding.
-        target = URL(f"{URL(where)}?{query}", encoded=True) if mark else URL(where)
+        del content, body  # it is large, and the answer may take long
         sending = self._session.request(
-            method,
-            target,
+            "GET" if data is None else "POST",
+            URL(url),
             data=data,
             headers=headers,
             allow_redirects=False,
@@ -208,6 +235,26 @@ class EngineClient:
                 headers_of(response.raw_headers),
                 response.content.iter_any(),
             )
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEPT_OPEN_S, ssl=self._ssl or True
+            ),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            # Uncompressed, since parts of an answer are passed on as they come.
+            headers={"accept-encoding": "identity"},
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+
+def _trusting(ca_file: str | Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca_file)
+    except OSError as exc:  # an error of TLS is one too
+        why = exc.strerror or exc
+        raise UsageError(f"--engines-ca {ca_file}: {why}: pass a PEM file") from None
 
 
 @asynccontextmanager
@@ -235,17 +282,6 @@ class _Answered(AsyncIterator[bytes]):
             return await anext(self.parts)
 
 
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_OPEN_S),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-        # Uncompressed, since parts of an answer are passed on as they come.
-        headers={"accept-encoding": "identity"},
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-    )
-
-
 def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     """Return the error without an engine's address, which clients must not see."""
     if isinstance(error, TimeoutError):
@@ -268,9 +304,28 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     if isinstance(error, aiohttp.ServerDisconnectedError):
         # aiohttp's text may contain the whole buffer of a broken answer.
         return EngineFailed(engine, "Server disconnected")
-    # An invalid URL will never work, but that does not mean that the engine has died.
     why = str(error)[:_QUOTED_CHARS] or type(error).__name__
-    return EngineFailed(engine, why, silent=isinstance(error, ValueError))
+    return EngineFailed(engine, why)
+
+
+def parser_text(message: str) -> str:
+    """Return aiohttp's text about malformed HTTP in one line, without the bytes."""
+    lines = (line.strip() for line in message.splitlines())
+    words = " ".join(line for line in lines if not line.startswith(_QUOTED))
+    return words.partition(": b'")[0].partition(': b"')[0].rstrip(": ")
+
+
+def headers_of(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Decode headers; the values of a repeated header are joined with a comma."""
+    headers: dict[str, str] = {}
+    for label, value in raw:
+        name = label.decode("latin-1").lower()
+        try:
+            text = value.decode()
+        except UnicodeDecodeError:
+            text = value.decode("latin-1")
+        headers[name] = f"{headers[name]}, {text}" if name in headers else text
+    return headers
 
 
 class Prober:
@@ -311,27 +366,7 @@ class Prober:
         for engine in engines:
             began, task = self._asked.get(engine, (now, None))
             if task is None or (task.done() and now - began >= PROBE_S):
-                self._asked[engine] = now, start_task(self._ask(engine))
+                probing = self._client.probe(engine, SILENT_S)
+                self._asked[engine] = now, start_task(probing)
             elif not task.done() and now - began > SLOW_S:
                 engine.slow = True
-
-    async def _ask(self, engine: VllmEngine) -> None:
-        try:
-            async with (
-                asyncio.timeout(SILENT_S),
-                self._client.ask(engine, "/health") as response,
-            ):
-                await response.body(PROXY_HEALTH_BYTES_MAX)
-        except (EngineFailed, TimeoutError) as exc:
-            if isinstance(exc, EngineFailed) and not exc.silent:
-                if exc.down:
-                    engine.gone = True
-                return
-            engine.slow = engine.gone = True
-            engine.give_up()
-            return
-        engine.slow = engine.gone = False
-        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._fleet.down(engine)
-        else:
-            engine.ready = True

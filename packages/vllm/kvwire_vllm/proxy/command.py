@@ -20,7 +20,6 @@ from kvwire_vllm.proxy.limits import (
     PROXY_RUNNING_MAX,
     PROXY_STOP_S,
     PROXY_STOP_S_MAX,
-    PROXY_WAITING_MAX,
 )
 from kvwire_vllm.proxy.members import AllowedHosts
 from kvwire_vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
@@ -55,30 +54,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # Imported here, since --help needs none of these.
         from kvwire_vllm.proxy.app import (  # noqa: PLC0415
+            ProxyApp,
             ProxySettings,
-            make_app,
         )
+        from kvwire_vllm.proxy.client import EngineClient  # noqa: PLC0415
         from kvwire_vllm.proxy.server import ProxyServer  # noqa: PLC0415
-        from kvwire_vllm.proxy.stopping import Ending  # noqa: PLC0415
+
+        client = EngineClient(options.engines_ca)
     except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
-    connections = options.running + options.queue + PROXY_IDLE_MAX
+    connections = options.running + PROXY_IDLE_MAX
     # A request needs its client's connection and two to engines; each engine is probed
     # too.
     there = _have_descriptors(connections + 2 * options.running + MEMBERS_MAX)
-    ending = Ending()
     settings = ProxySettings(
         order=options.order,
         references=References(keys),
-        admission=Admission(options.running, options.queue),
+        admission=Admission(options.running),
         operator_key=operator_key,
         migrate=options.migrate,
     )
-    app = make_app(fleet, settings, discovery=discovery, ending=ending)
+    app = ProxyApp(fleet, settings, discovery=discovery, client=client)
     where = options.host, options.port
     connections = min(connections, there // 2)
-    return ProxyServer(app, *where, ending, options.stop_s, connections).run()
+    return ProxyServer(app, *where, options.stop_s, connections).run()
 
 
 def _unusable(options: argparse.Namespace) -> str:
@@ -88,8 +88,8 @@ def _unusable(options: argparse.Namespace) -> str:
     """
     if not options.decode and not options.directory:
         return "name the engines that answer: pass --decode or --directory"
-    if options.running < 1 or options.queue < 0:
-        return "--running must be at least 1 and --queue at least 0"
+    if options.running < 1:
+        return f"--running {options.running}: pass at least 1"
     if not 0 <= options.stop_s <= PROXY_STOP_S_MAX:
         return f"--stop-s {options.stop_s:g}: pass 0 to {PROXY_STOP_S_MAX:g}"
     if not 0 <= options.port < 2**16:
@@ -159,8 +159,16 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "help": "streams of /v1/completions can go on at another engine: POST "
         "/migrate, POST /drain, and when an engine dies",
     },
+    "--engines-ca": {
+        "default": "",
+        "metavar": "FILE",
+        "help": "PEM certificates that sign those of engines behind https; without it, "
+        "the system's",
+    },
     "--host": {
         "default": "127.0.0.1",
+        "help": "an address or a name of this host; * for all interfaces of IPv4 and "
+        "IPv6",
     },
     "--port": {
         "type": int,
@@ -174,12 +182,7 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "--running": {
         "type": int,
         "default": PROXY_RUNNING_MAX,
-        "help": "requests at once",
-    },
-    "--queue": {
-        "type": int,
-        "default": PROXY_WAITING_MAX,
-        "help": "requests that wait for that; more get 429",
+        "help": "requests at once, those that wait at an engine included; more get 429",
     },
     "--stop-s": {
         "type": float,

@@ -7,17 +7,16 @@
     alone         no prefill engine is up, and decode computes the prompt itself; or no
                   decode engine is up, and a prefill engine answers
 
-If a prefill engine fails before the answer has begun, the request is retried. First the
-decode request of the failed try is cancelled, so that it does not wait for KV that will
-not come. The same holds for a decode engine that cannot be reached, or that answers
-with a failure. Once the answer has begun, it is passed to the client, and an engine
-that dies then cuts it off. A 4xx answer of either engine is passed to the client too:
-the request is at fault, and another engine would give the same answer.
+An engine that cannot be reached, or that breaks off before the answer has begun, costs
+another try; first the decode request of the failed try is cancelled, so that it does
+not wait for KV that will not come. An engine that answers with an error is asked for
+its health: if that fails too, another one is tried; if not, the request is at fault,
+and the client gets the error. Once the answer has begun, it is passed to the client,
+and an engine that dies then cuts it off.
 
 Retries are paid from a budget that all requests share. When it is spent, the next try
 uses a single healthy engine, and engines that are down are no longer tried. A request
-on which two previously healthy engines have failed is not retried, since it may be the
-cause.
+by which two healthy engines have died is not retried, since it may be the cause.
 """
 
 from __future__ import annotations
@@ -35,24 +34,25 @@ from typing import Any, Final
 
 import msgspec
 
-from kvwire.aio import end_task
+from kvwire.aio import end_task, start_task
 from kvwire.wire.control import DECODE_ERRORS
 from kvwire_vllm.announce import DECODE, PREFILL
 from kvwire_vllm.metadata import answer as kv_params
 from kvwire_vllm.proxy.admission import RetryBudget
 from kvwire_vllm.proxy.client import (
-    SLOW_S,
     EngineClient,
     EngineFailed,
     EngineResponse,
 )
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
+from kvwire_vllm.proxy.events import EVENTS, EventReader, ends, fields_of
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import (
     PROXY_BODY_BYTES_MAX,
     PROXY_EVENT_BYTES_MAX,
     PROXY_FAILED_ON_MAX,
-    PROXY_HEALTH_BYTES_MAX,
+    PROXY_RELEASE_S,
+    PROXY_RELEASES_MAX,
 )
 from kvwire_vllm.proxy.policy import IN_SEQUENCE
 from kvwire_vllm.references import UNSIGNED, References
@@ -63,16 +63,16 @@ COMPLETIONS: Final = "/v1/completions"
 # Decoding options that make no sense for a prefill with one token.
 _OF_DECODING: Final = ("stream", "stream_options", "min_tokens", "n", "best_of")
 _COPIES: Final = ("n", "best_of")
-EVENTS: Final = "text/event-stream"
-# The last event of a stream; white space may follow it.
-_DONE: Final = b"[DONE]"
-_DATA: Final = b"data: "
-_ERROR: Final = b'data: {"error"'
 _END_BYTES: Final = 64
 # Headers by which a client can detect the end of an answer.
 FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
-# How decode names the location of a prompt's KV if prefill does not report it.
-_NOT_SENT: Final[dict[str, Any]] = {}
+# Statuses of an engine that has no room, or of a gateway that does not reach it: it has
+# not taken the request.
+_NOT_TAKEN: Final = (
+    HTTPStatus.BAD_GATEWAY,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)
 # How much of an engine's error text is quoted.
 _QUOTED_CHARS: Final = 500
 
@@ -86,13 +86,9 @@ class ClientRequest:
     # The headers for the engines.
     headers: Mapping[str, str] = field(default_factory=dict)
     since: float = 0.0  # arrival, on the fleet's clock
-    method: str = "POST"  # the HTTP method
-    # The body of a request that is passed unchanged to one engine; None for any other.
-    content: bytes | None = None
-    query: str = ""  # the URL's query, with its question mark
     # The raw bytes of large fields, which are passed to engines unchanged.
     large: Mapping[str, msgspec.Raw] = field(default_factory=dict)
-    waits_for: str = "its turn"  # the event it is waiting for
+    waits_for: str = "an engine"  # the event it is waiting for
     engines: tuple[str, ...] = ()  # URLs of its engines
     decode: VllmEngine | None = None  # the engine that answers
     # Limits of its engines' configuration, in tokens of an answer; 0 without one. The
@@ -127,6 +123,15 @@ class Dispatcher:
         self._references = references
         # Pays for retries.
         self.budget: RetryBudget = RetryBudget(fleet.clock)
+        self._releases: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Cancel what is still sent without a client.
+
+        Cancel safety: call it again.
+        """
+        for task in [*self._releases]:
+            await end_task(task)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
         """Get a request answered; return once the first part of the answer is here.
@@ -135,24 +140,24 @@ class Dispatcher:
         """
         self.budget.deposit()
         tried: set[VllmEngine] = set()
-        failed_on = 0
+        died = 0
         alone = False
-        last = EngineFailed(None, "no engine takes requests")
+        last = EngineFailed(None, self._fleet.why_none())
         # Reasons by role, since clients must not learn engines' addresses.
         whys: dict[str, None] = {}
         while (decode := self._fleet.pick_to_answer(asked.body, tried)) is not None:
-            now = self._fleet.clock()
             # If no engine was reached, another try costs no engine any work.
-            if tried and (last.reached or decode.is_down(now)):
+            if tried and (last.reached or decode.down):
                 alone = not self.budget.spend()
-                if alone and decode.is_down(now):
+                if alone and decode.down:
                     break
-            prefill = None
-            if not alone:
-                prefill = await self._pick_prefill(asked, decode, tried, last)
+            prefill = None if alone else self._pick_prefill(asked.body, decode, tried)
+            if died and (dead := await self._dead(prefill, decode)):
+                tried |= dead  # bounded: engines, and so is the next
+                continue
             asked.engines = (decode.url,)
             asked.decode = decode
-            well = {one for one in (prefill, decode) if one and one.is_up(now)}
+            well = {one for one in (prefill, decode) if one and one.is_up}
             try:
                 async with AsyncExitStack() as attempt:
                     answer = await self.ask_once(prefill, decode, asked, attempt)
@@ -164,59 +169,32 @@ class Dispatcher:
                 if exc.ours:
                     raise
                 last = exc
-            failing = decode if last.engine is None else last.engine
-            tried.add(failing)  # bounded: engines, and so is the next
-            whys[f"{failing.role}: {last.why}"] = None
+            failing = last.engine = last.engine or decode
             failing.failed += 1
-            if last.down:
-                self._fleet.down(failing)
-                failed_on += last.reached and failing in well
-            if failed_on == PROXY_FAILED_ON_MAX:
+            tried.add(failing)
+            whys[f"{failing.role}: {last.why}"] = None
+            await self.look_at(last)
+            if _is_answer(last) and not failing.down:
+                raise last
+            died += last.reached and failing in well
+            if died == PROXY_FAILED_ON_MAX:
                 last.status = last.status or HTTPStatus.BAD_GATEWAY
                 break
         if whys:
             last.why = f"no engine has answered: {'; '.join(whys)}"
         raise last
 
-    async def _pick_prefill(
-        self,
-        asked: ClientRequest,
-        decode: VllmEngine,
-        tried: set[VllmEngine],
-        last: EngineFailed,
-    ) -> VllmEngine | None:
-        """Return the engine that computes the prompt; None if `decode` computes it."""
-        if asked.content is not None or not decode.does(DECODE):
-            return None
-        if not is_for_two(asked.body):
-            return None
-        out = {decode, *tried}
-        while engine := self._fleet.pick(PREFILL, asked.body, out, decode.model):
-            if not await self._broke_with(last, engine):
-                return engine
-            out.add(engine)  # bounded: engines
-        return None
+    async def look_at(self, failed: EngineFailed) -> None:
+        """Find out whether the engine of a failed request is down.
 
-    async def _broke_with(self, last: EngineFailed, engine: VllmEngine) -> bool:
-        """Return whether an engine had already failed before it got this request.
-
-        Otherwise the request would be suspected of breaking an engine that was already
-        broken.
+        Cancel safety: safe, it only asks.
         """
-        if last.engine is None or last.status is None or last.engine.role != PREFILL:
-            return False
-        try:
-            async with (
-                asyncio.timeout(SLOW_S),
-                self._client.ask(engine, "/health") as response,
-            ):
-                await response.body(PROXY_HEALTH_BYTES_MAX)
-        except (EngineFailed, TimeoutError):
-            return False  # ask_once will notice and report it
-        if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._fleet.down(engine)
-            return True
-        return False
+        engine = failed.engine
+        assert engine is not None
+        if failed.reached or failed.status is not None:
+            await self._client.probe(engine)
+        else:
+            engine.lost(failed.why, left=True)
 
     async def context_of(self, engine: VllmEngine, headers: Mapping[str, str]) -> int:
         """Return the most tokens of a prompt and its answer at an engine.
@@ -239,6 +217,20 @@ class Dispatcher:
             raise EngineFailed(engine, "/v1/models has no max_model_len")
         return context
 
+    def _pick_prefill(
+        self, body: Mapping[str, Any], decode: VllmEngine, tried: set[VllmEngine]
+    ) -> VllmEngine | None:
+        """Return the engine that computes the prompt; None if `decode` computes it."""
+        if not decode.does(DECODE) or not is_for_two(body):
+            return None
+        return self._fleet.pick(PREFILL, body, {decode, *tried}, decode.model)
+
+    async def _dead(self, *engines: VllmEngine | None) -> set[VllmEngine]:
+        """Return the engines that have died already, so not of the next request."""
+        known = [engine for engine in engines if engine is not None and engine.is_up]
+        await asyncio.gather(*map(self._client.probe, known))
+        return {engine for engine in known if engine.down}
+
     # --- one try ----------------------------------------------------------------------
 
     async def ask_once(
@@ -255,28 +247,29 @@ class Dispatcher:
         if source is None:
             return await self._answer(to, asked, asked.body, attempt)
         # In sequence, prefill reports where the KV is once it has computed it.
-        in_sequence = self._order == IN_SEQUENCE
-        name = "" if in_sequence else secrets.token_hex(16)
-        named = name, self._references
-        body = for_prefill(asked.body, to.server, *named)
-        computed = asyncio.ensure_future(self._compute(source, asked, body))
+        name = "" if self._order == IN_SEQUENCE else secrets.token_hex(16)
+        body = for_prefill(asked.body, to.server, name, self._references)
+        computed = asyncio.ensure_future(self._compute(source, asked, body, name))
         # Its answer comes at about the same time as decode's, and is not cancelled
         # then.
         attempt.push_async_callback(end_task, computed)
-        body = for_decode(asked.body, source.server, *named)
+        body = for_decode(asked.body, source.server, name, self._references)
         asked.engines = (source.url, to.url)
-        params: Any = None
-        if in_sequence:
+        if not name:
             asked.waits_for = "the prompt's KV"
             prompt = await computed
-            if prompt.response.is_error:
-                return prompt.response
-            params = prompt.params or _NOT_SENT
+            if prompt.refusal is not None:
+                return prompt.refusal
             # Prefill itself knows which of its ranks has the KV, and where.
-            body["kv_transfer_params"] = params
+            body["kv_transfer_params"] = prompt.params
         found = None
-        if params != _NOT_SENT:
+        if body["kv_transfer_params"]:
+            release = attempt.enter_context(contextlib.ExitStack())
+            release.callback(self._release, to, asked, body, computed)
             found = await self._fetched(to, asked, body, computed, attempt)
+            if found is not None and not found.is_error:
+                release.pop_all()  # decode has fetched it, and frees it
+            release.close()
         return found or await self._answer(to, asked, asked.body, attempt)
 
     async def _fetched(
@@ -312,33 +305,41 @@ class Dispatcher:
         return found
 
     async def _compute(
-        self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any]
+        self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any], name: str
     ) -> _Computed:
-        """Let an engine compute a prompt; return its answer, and where the KV is."""
+        """Let an engine compute a prompt; return where the KV is."""
         with engine.at_work():
             async with self._client.ask(
                 engine, asked.path, asked.headers, asked.sent(body)
             ) as response:
                 content = await response.body(PROXY_EVENT_BYTES_MAX)
         if response.is_failure:
-            raise _failure(response, content)
-        response.parts = _Chained(content)  # this releases its connection
+            failed = _failure(response, content)
+            await self.look_at(failed)
+            if engine.down or not _is_answer(failed):
+                raise failed
+            # Decode finds out whether the request is at fault.
+            logger.warning("%s; sending the request without KV", failed)
+            engine.failed += 1
+            self.budget.spend()
+            return _Computed()
+        if response.is_error:
+            response.parts = _Chained(content)  # this releases its connection
+            return _Computed(refusal=response)
         # Python's decoder would accept half of a surrogate pair, which cannot be
         # encoded again for decode.
+        params = None
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
-            fields = msgspec.json.decode(content)
-            params = fields.get("kv_transfer_params")
-            if response.is_error or not isinstance(params, dict):
-                return _Computed(response, _NOT_SENT)
-            asked.answer_tokens = _count(params.get("answer_tokens"))
-            asked.answer_tokens_max = _count(params.get("answer_tokens_max"))
-            named = body["kv_transfer_params"]["transfer_id"]
-            # Decode would wait in vain for a prompt of another connector, unless it has
-            # that connector too and gets the request after prefill's answer.
-            if named and params.get("transfer_id") != named:
-                params = _NOT_SENT
-            return _Computed(response, params)
-        return _Computed(response, None)
+            params = msgspec.json.decode(content).get("kv_transfer_params")
+        if not isinstance(params, dict):
+            return _Computed()
+        asked.answer_tokens = _count(params.get("answer_tokens"))
+        asked.answer_tokens_max = _count(params.get("answer_tokens_max"))
+        # Decode would wait in vain for a prompt of another connector, unless it has
+        # that connector too and gets the request after prefill's answer.
+        if name and params.get("transfer_id") != name:
+            return _Computed()
+        return _Computed(params)
 
     async def _answer(
         self,
@@ -349,25 +350,70 @@ class Dispatcher:
     ) -> EngineResponse:
         asked.waits_for = "the first token"
         attempt.enter_context(engine.at_work())
-        path = asked.path + asked.query
-        sent = asked.sent(body) if asked.content is None else asked.content
         response = await attempt.enter_async_context(
-            self._client.ask(engine, path, asked.headers, sent, asked.method)
+            self._client.ask(engine, asked.path, asked.headers, asked.sent(body))
         )
         if response.is_failure:
             raise _failure(response, await response.body(PROXY_EVENT_BYTES_MAX))
         # Headers are sent before the first token, so they are not an answer yet.
-        first = await _begun(response, passed=asked.content is not None)
-        response.parts = _Chained(first, response.parts)
+        await _begun(response)
         return response
+
+    # --- prompts that nobody wants any more -------------------------------------------
+
+    def _release(
+        self,
+        engine: VllmEngine,
+        asked: ClientRequest,
+        body: Mapping[str, Any],
+        computed: asyncio.Future[_Computed],
+    ) -> None:
+        """Let decode free a prompt that it may never have heard of.
+
+        Otherwise prefill would keep the blocks until its lease ends. If decode has
+        fetched the prompt, or is doing so, this changes nothing.
+        """
+        over = computed.done() and not computed.cancelled() and not computed.exception()
+        if not over or not computed.result().params:
+            return
+        # A request for the probabilities of the prompt's tokens fetches nothing, so the
+        # connector frees the prompt. One token is all that is computed.
+        freeing = {
+            "model": asked.body.get("model"),
+            "prompt": [0],
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "kv_transfer_params": body["kv_transfer_params"],
+        }
+        if len(self._releases) < PROXY_RELEASES_MAX:
+            task = start_task(self._free(engine, freeing, asked.headers))
+            self._releases.add(task)  # bounded: PROXY_RELEASES_MAX
+            task.add_done_callback(self._releases.discard)
+
+    async def _free(
+        self, to: VllmEngine, body: Mapping[str, Any], headers: Mapping[str, str]
+    ) -> None:
+        engine: VllmEngine | None = to
+        tried: set[VllmEngine] = set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PROXY_RELEASE_S):
+                while engine is not None:
+                    with contextlib.suppress(EngineFailed):
+                        sent = self._client.ask(engine, COMPLETIONS, headers, body)
+                        async with sent as response:
+                            await response.body(PROXY_EVENT_BYTES_MAX)
+                            return
+                    tried.add(engine)  # bounded: engines
+                    engine = self._fleet.pick(DECODE, body, tried, to.model)
 
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
     """Prefill's answer."""
 
-    response: EngineResponse
-    params: dict[str, Any] | None  # where the KV is; None if it cannot be parsed
+    # Where the KV is; empty if prefill sends none.
+    params: Mapping[str, Any] = field(default_factory=dict)
+    refusal: EngineResponse | None = None  # its answer to a request that is at fault
 
 
 @dataclass(slots=True)
@@ -385,32 +431,6 @@ class _Chained(AsyncIterator[bytes]):
         return await anext(self.rest)
 
 
-async def _begun(response: EngineResponse, *, passed: bool) -> bytes:
-    """Return the first part of an answer; raise if the answer is truncated.
-
-    HTTP marks the end of an answer by a length or by chunks. An answer with neither
-    looks complete even if its engine has died, so its content must show the end. For
-    requests that are passed unchanged, only JSON answers are checked.
-    """
-    kind = response.headers.get("content-type", "")
-    if response.is_error or (passed and not kind.startswith("application/json")):
-        return await anext(response.parts, b"")
-    if kind.startswith(EVENTS):
-        response.parts = _Stream(response.engine, response.parts)
-        first = await anext(response.parts, b"")
-        if failed := _failed_at_once(response, first):
-            raise failed
-        return first
-    if not FRAMES & response.headers.keys():
-        content = await response.body(PROXY_BODY_BYTES_MAX)
-        try:
-            msgspec.json.decode(content)
-        except DECODE_ERRORS:
-            raise EngineFailed(response.engine, "its answer is incomplete") from None
-        return content
-    return await anext(response.parts, b"")
-
-
 @dataclass(slots=True)
 class _Stream(AsyncIterator[bytes]):
     """Reads a stream of events, which is complete if its last event marks the end."""
@@ -423,11 +443,39 @@ class _Stream(AsyncIterator[bytes]):
         try:
             part = await anext(self.parts)
         except StopAsyncIteration:
-            if self.last.rstrip().endswith(_DONE):
+            if ends(self.last):
                 raise
             raise EngineFailed(self.engine, "its stream is incomplete") from None
         self.last = (self.last + part)[-_END_BYTES:]
         return part
+
+
+async def _begun(response: EngineResponse) -> None:
+    """Wait for the first part of an answer; raise if the answer is truncated.
+
+    HTTP marks the end of an answer by a length or by chunks. An answer with neither
+    looks complete even if its engine has died, so its content must show the end.
+    """
+    kind = response.headers.get("content-type", "")
+    if response.is_error:
+        first = await anext(response.parts, b"")
+    elif kind.startswith(EVENTS):
+        reader = EventReader(response.parts)
+        first = await anext(reader, b"")
+        if failed := _failed_at_once(response, first):
+            raise failed
+        parts = _Chained(first + reader.rest(), response.parts)
+        response.parts = _Stream(response.engine, parts)
+        return
+    elif FRAMES & response.headers.keys():
+        first = await anext(response.parts, b"")
+    else:
+        first = await response.body(PROXY_BODY_BYTES_MAX)
+        try:
+            msgspec.json.decode(first)
+        except DECODE_ERRORS:
+            raise EngineFailed(response.engine, "its answer is incomplete") from None
+    response.parts = _Chained(first, response.parts)
 
 
 async def _first_of(
@@ -443,20 +491,17 @@ async def _first_of(
     if computed.done() and (not answer.done() or answer.exception() is not None):
         # If both have failed, decode may have failed only because it got no KV.
         prompt = computed.result()
-        if prompt.response.is_error:
-            return prompt.response
-        if prompt.params == _NOT_SENT:
+        if prompt.refusal is not None:
+            return prompt.refusal
+        if not prompt.params:
             return None
         await asyncio.wait((answer,))
     return answer.result()
 
 
 def _failure(response: EngineResponse, content: bytes) -> EngineFailed:
-    """Return the error for an answer with a status of 500 or above.
-
-    If the engine has no room, or is about to exit, the request is not to blame.
-    """
-    reached = response.status != HTTPStatus.SERVICE_UNAVAILABLE
+    """Return the error for an answer with a status of 500 or above."""
+    reached = response.status not in _NOT_TAKEN
     failed = EngineFailed(
         response.engine, _quoted(content), response.status, reached=reached
     )
@@ -464,15 +509,21 @@ def _failure(response: EngineResponse, content: bytes) -> EngineFailed:
     return failed
 
 
+def _is_answer(failed: EngineFailed) -> bool:
+    """Return whether an engine that is well has answered a request with an error."""
+    return failed.status is not None and failed.status not in _NOT_TAKEN
+
+
 def _failed_at_once(response: EngineResponse, event: bytes) -> EngineFailed | None:
     """Return the error if a stream begins with an error event."""
-    if not event.startswith(_ERROR):
+    fields = fields_of(event)
+    if fields is None or "error" not in fields:
         return None
-    content = event.removeprefix(_DATA).partition(b"\n")[0]
-    with contextlib.suppress(*DECODE_ERRORS, TypeError, KeyError, ValueError):
-        status = HTTPStatus(msgspec.json.decode(content)["error"]["code"])
+    with contextlib.suppress(TypeError, KeyError, ValueError):
+        status = HTTPStatus(fields["error"]["code"])
         failed = dataclasses.replace(response, status=status)
-        return _failure(failed, content) if failed.is_failure else None
+        if failed.is_failure:
+            return _failure(failed, msgspec.json.encode(fields))
     return None
 
 
@@ -485,21 +536,15 @@ def _quoted(body: bytes) -> str:
     return text[:_QUOTED_CHARS] or "no text"
 
 
-# --- the requests to the two engines ------------------------------------------------
-
-
-def limit_of(path: str, body: Mapping[str, Any]) -> Any:
-    """Return a request's token limit; None if it sets none."""
-    newer = None if path == COMPLETIONS else body.get("max_completion_tokens")
-    return body.get("max_tokens") if newer is None else newer
-
-
 def _count(value: Any) -> int:
     """Return a number of tokens; 0 if an engine's answer has none there."""
     return value if type(value) is int and value > 0 else 0
 
 
-def is_for_two(body: dict[str, Any]) -> bool:
+# --- the requests to the two engines ------------------------------------------------
+
+
+def is_for_two(body: Mapping[str, Any]) -> bool:
     """Return whether two engines can share a request.
 
     One transfer serves one sequence. A request for the probabilities of the prompt's
@@ -519,8 +564,10 @@ def is_for_two(body: dict[str, Any]) -> bool:
     return True
 
 
-def without_decoding(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request for the same prompt and one token."""
+def for_prefill(
+    body: dict[str, Any], decode: VllmServer, transfer_id: str, references: References
+) -> dict[str, Any]:
+    """Return the prefill engine's request: the prompt, and one token to generate."""
     asked = {key: value for key, value in body.items() if key not in _OF_DECODING}
     # Otherwise the first token could end the answer.
     if body.get("min_tokens"):
@@ -528,14 +575,6 @@ def without_decoding(body: Mapping[str, Any]) -> dict[str, Any]:
     asked["max_tokens"] = 1
     if "max_completion_tokens" in asked:
         asked["max_completion_tokens"] = 1
-    return asked
-
-
-def for_prefill(
-    body: dict[str, Any], decode: VllmServer, transfer_id: str, references: References
-) -> dict[str, Any]:
-    """Return the prefill engine's request: the prompt, and one token to generate."""
-    asked = without_decoding(body)
     params = kv_params(transfer_id, decode.remote, decode.stages, computed=False)
     params |= {"do_remote_decode": True, "do_remote_prefill": False}
     return asked | {"kv_transfer_params": references.signed(params)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,10 +16,7 @@ from kvwire.errors import UsageError, without_password
 from kvwire.types import Address
 from kvwire_vllm.announce import BOTH
 
-# An engine that failed a request gets no other one for this time, if another engine can
-# answer. A restart of vLLM takes longer; after it, /health shows that the engine is
-# back.
-DOWN_S: Final = 2.0
+logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +64,20 @@ def _is_url(text: str) -> bool:
 class VllmEngine:
     """The state of one engine.
 
-    If a directory lists it, a restart makes a new object. One from the command line
-    keeps its object, and forgets what it has reported.
+    ::
+
+        state      begins when                         ends when
+        starting   a directory lists it                /health answers
+        down       nothing listens there, /health      /health answers
+                   fails, or is silent for 10 s
+        slow       /health is late                     /health answers
+        draining   an operator drains it               it was restarted, or the operator
+                                                       ends that
+        leaving    no directory lists it any more      its requests have ended
+
+    If a directory lists an engine, a restart makes a new object. An engine from the
+    command line keeps its object: it was restarted if nothing listened there and
+    /health answers again.
     """
 
     server: VllmServer  # its addresses
@@ -76,20 +86,18 @@ class VllmEngine:
     model: str = ""  # a fingerprint; only engines with equal ones exchange KV
     load: float = 0.0  # the load it reports: 0 is idle, 1 is full
     slots: int = 0  # how many requests it computes at once; 0 if unknown
-    # Its other labels, for policies and for people.
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)  # its other labels
     transports: tuple[str, ...] = ()  # transports that can carry KV there
     listed: bool = True  # whether the directory, or the command line, lists it
     ready: bool = True  # whether it has answered, or is on the command line
     draining: bool = False  # whether an operator has stopped new requests to it
-    gone: bool = False  # whether nothing listens there, or it did not answer for long
     slow: bool = False  # whether its health check is late
-    # Until then, another engine that can answer is preferred.
-    down_until: float = float("-inf")
+    down: str = ""  # why it is down; "" if it is up
     running: int = 0  # its running requests from this proxy
     answered: int = 0  # requests it has answered
     failed: int = 0  # requests it has failed
     seed: int = field(init=False)  # a hash of its URL, for rendezvous hashing
+    _left: bool = False  # whether nothing has listened there since the drain began
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -107,6 +115,32 @@ class VllmEngine:
         announced = round(self.load * (self.slots or 1)) if self.load else 0
         return max(self.running, announced)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it is neither slow nor down."""
+        return not (self.slow or self.down)
+
+    @property
+    def state(self) -> str:
+        """The name of its state."""
+        return self._state()[0]
+
+    @property
+    def waits_for(self) -> str:
+        """What has to happen before it gets requests; "" if it does."""
+        return self._state()[1]
+
+    def _state(self) -> tuple[str, str]:
+        if not self.listed:
+            return "leaving", "a new record in the directory"
+        if self.draining:
+            return "draining", _RESTART
+        if self.down:
+            return "down", f"an answer to /health: {self.down}"
+        if not self.ready:
+            return "starting", "its first answer to /health"
+        return ("slow" if self.slow else "up"), ""
+
     def does(self, role: str) -> bool:
         """Return whether it has a role."""
         return self.role in (role, BOTH)
@@ -116,23 +150,30 @@ class VllmEngine:
         there = self.listed and self.ready and not self.draining
         return there and self.does(role)
 
-    def is_down(self, now: float) -> bool:
-        """Return whether it is known to be unreachable."""
-        return self.gone or self.down_until > now
+    # --- its health -------------------------------------------------------------------
 
-    def is_up(self, now: float) -> bool:
-        """Return whether it is neither slow nor down."""
-        return not (self.slow or self.is_down(now))
+    def drain(self, *, draining: bool = True) -> None:
+        """Stop new requests to it, or end that."""
+        self.draining = draining
+        self._left = False
 
-    def state(self, now: float) -> str:
-        """Return the name of the engine's state."""
-        if not self.ready:
-            return "starting"
-        if self.is_down(now):
-            return "down"
-        if self.draining or not self.listed:
-            return "draining"
-        return "slow" if self.slow else "up"
+    def healthy(self) -> None:
+        """Record that ``/health`` has answered."""
+        if self.draining and self._left:
+            logger.info("%s was restarted: it gets requests again", self.url)
+            self.drain(draining=False)
+        self.ready = True
+        self.slow = False
+        self.down = ""
+
+    def lost(self, why: str, *, left: bool = False) -> None:
+        """Record that it is down, and `left` if nothing listens there."""
+        if not self.down:
+            logger.warning("%s is down: %s", self.url, why)
+        self.down = why
+        self._left = self._left or left
+
+    # --- its requests -----------------------------------------------------------------
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -169,3 +210,6 @@ class VllmEngine:
         now = asyncio.get_running_loop().time()
         for wait in self._waits:
             wait.reschedule(now)
+
+
+_RESTART: Final = 'its restart, or POST /drain with "drain": false'

@@ -13,12 +13,12 @@ its running ones. An engine that has never answered gets none at all.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from kvwire.errors import UsageError
 from kvwire_vllm.announce import BOTH, DECODE, PREFILL
-from kvwire_vllm.proxy.engines import DOWN_S, VllmEngine, VllmServer
+from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.members import VllmMember
 from kvwire_vllm.proxy.policy import Choose, least_loaded
 
@@ -80,9 +80,8 @@ class EngineFleet:
                 for engine in left
                 if engine not in tried and model in (None, engine.model)
             ]
-        now = self.clock()
-        choice = [engine for engine in left if engine.is_up(now)]
-        choice = choice or [one for one in left if down or not one.is_down(now)]
+        choice = [engine for engine in left if engine.is_up]
+        choice = choice or [engine for engine in left if down or not engine.down]
         return self._choose(choice, body) if choice else None
 
     def pick_to_answer(
@@ -90,8 +89,6 @@ class EngineFleet:
         body: Mapping[str, Any],
         tried: Collection[VllmEngine],
         model: str | None = None,
-        *,
-        roles: Sequence[str] = (DECODE, PREFILL),
     ) -> VllmEngine | None:
         """Return the engine that answers a request, or None.
 
@@ -99,7 +96,7 @@ class EngineFleet:
         down is picked only if all are down, since it may be back.
         """
         for down in (False, True):
-            for role in roles:
+            for role in (DECODE, PREFILL):
                 engine = self.pick(role, body, tried, model, down=down)
                 if engine is not None:
                     return engine
@@ -107,18 +104,18 @@ class EngineFleet:
 
     def lives(self) -> bool:
         """Return whether any engine accepts requests; a single one can answer alone."""
-        now = self.clock()
-        return any(engine.state(now) in _TAKING for engine in self.engines)
+        return any(not engine.waits_for for engine in self.engines)
 
-    def down(self, engine: VllmEngine) -> None:
-        """Mark an engine as down for a while, so that other requests avoid it."""
-        engine.down_until = self.clock() + DOWN_S
+    def why_none(self) -> str:
+        """Return why no engine takes requests: what each role's engines wait for.
 
-    def drain(self, url: str, *, draining: bool = True) -> VllmEngine:
-        """Stop sending an engine new requests, or start again."""
-        engine = self.at(url)
-        engine.draining = draining
-        return engine
+        Clients may read it, so it has no address.
+        """
+        waits = {
+            f"{engine.role} is {engine.state} and waits for {engine.waits_for}": None
+            for engine in self.engines
+        }
+        return "no engine takes requests: " + ("; ".join(waits) or "none is known")
 
     def at(self, url: str) -> VllmEngine:
         """Return the engine at a URL."""
@@ -177,6 +174,3 @@ class EngineFleet:
         if engine is not None:
             engine.listed = False
             self._leaving.add(engine)  # bounded: PROXY_RUNNING_MAX, by what they run
-
-
-_TAKING = ("up", "slow")

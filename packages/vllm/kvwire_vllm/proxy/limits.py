@@ -6,15 +6,13 @@ from typing import Final
 
 from kvwire.limits import KIB, MIB
 
-# Requests that run on engines, and requests that wait: 10 KiB each, plus their bodies.
-PROXY_RUNNING_MAX: Final = 1024
-PROXY_WAITING_MAX: Final = 1024
+# Requests at once, those that wait at an engine included: 10 KiB each, plus their
+# bodies.
+PROXY_RUNNING_MAX: Final = 2048
 # Running requests may take this long to end after SIGTERM. By default Kubernetes kills
 # the process 30 s after that.
 PROXY_STOP_S: Final = 25.0
 PROXY_STOP_S_MAX: Final = 86400.0
-# The longest wait that a rejected client is asked for.
-PROXY_RETRY_AFTER_S_MAX: Final = 60
 # Retries may add a fifth to all requests, so that a failing fleet gets 1.2 times the
 # work and not a multiple. The reserve is just as large, and grows by one each second,
 # so that a proxy with few requests can retry too.
@@ -44,7 +42,7 @@ PROXY_HEADERS_MAX: Final = 100
 # A connection without a complete request is closed after this time. Load balancers keep
 # idle connections for 60 s.
 PROXY_IDLE_S: Final = 75.0
-# Idle connections beyond those with a request; above it, the oldest one is closed.
+# Connections beyond those of running requests; above it, the oldest idle one is closed.
 PROXY_IDLE_MAX: Final = 1024
 # A client that reads none of its answer for this long is disconnected.
 PROXY_UNREAD_S: Final = 60.0
@@ -57,3 +55,7 @@ PROXY_EVENT_BYTES_MAX: Final = 16 * MIB
 PROXY_MOVE_S: Final = 10.0
 # Requests moved at once from a drained engine: each costs its target a prompt's KV.
 PROXY_MOVES_MAX: Final = 8
+# How long decode has to free a prompt that nobody wants any more, and how many prompts
+# it frees at once; beyond these, prefill's lease does.
+PROXY_RELEASE_S: Final = 10.0
+PROXY_RELEASES_MAX: Final = 256

@@ -1,13 +1,13 @@
 """A stream that continues on another engine, after a move or its engine's death.
 
-::
+A move has four steps:
 
-    copy ahead    the source engine gets its own tokens so far as a prompt, whose KV
-                  goes to the target; the source has them in its prefix cache stop
-                  no more of the source's tokens are passed on; it keeps computing go on
-                  the same again for the tokens added since, and the target computes the
-                  rest of the answer hand over     once the first part of that answer
-                  has arrived, the source is stopped
+1. *Copy ahead.* The source engine gets its own tokens so far as a prompt, and their KV
+   goes to the target. The source has them in its prefix cache.
+2. *Stop.* No more of the source's tokens are passed on; it keeps computing.
+3. *Go on.* The same again for the tokens added since, and the target computes the rest
+   of the answer.
+4. *Hand over.* Once the first part of that answer has arrived, the source is stopped.
 
 Until the hand-over nothing is given up: if a step fails, the source's stream is read on
 from where it stopped. An engine may also die, or be stopped and abort its requests.
@@ -15,6 +15,9 @@ Then the target computes again all tokens that its store lacks. No token is lost
 repeated, because the target's prompt consists of exactly the token ids that the client
 has. That is why a chat continues as a completion, whose events are translated back to
 chat events for the client.
+
+An answer in one piece stays at its engine. If that dies, the client has nothing of the
+answer yet, so the request is retried like any other.
 """
 
 from __future__ import annotations
@@ -23,15 +26,12 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
-import msgspec
-
-from kvwire.wire.control import DECODE_ERRORS
 from kvwire_vllm.announce import DECODE
 from kvwire_vllm.proxy.client import EngineFailed, EngineResponse
 from kvwire_vllm.proxy.dispatch import (
@@ -40,9 +40,9 @@ from kvwire_vllm.proxy.dispatch import (
     ClientRequest,
     Dispatcher,
     is_for_two,
-    limit_of,
 )
 from kvwire_vllm.proxy.engines import VllmEngine
+from kvwire_vllm.proxy.events import EventReader, fields_of, written
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import (
     PROXY_EVENT_BYTES_MAX,
@@ -137,12 +137,10 @@ _HELD_TOKENS_MAX: Final = 4
 
 
 def immovable_field(path: str, body: Mapping[str, Any]) -> str:
-    """Return the field that prevents a request from moving; "" if it can move."""
+    """Return the field that prevents a stream from moving; "" if it can move."""
     chat = path != COMPLETIONS
     if chat and not _is_text(body.get("messages")):
         return "messages"
-    if body.get("stream") is not True:
-        return "stream"
     # Without a limit, a chat ends where its engine's configuration says.
     limit = _limit(path, body)
     if type(limit) is not int and not (chat and limit is None):
@@ -158,10 +156,21 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     return "" if is_for_two(dict(body)) else "prompt"
 
 
+def why_fixed(asked: ClientRequest) -> str:
+    """Return why a request stays at its engine; "" if it can move."""
+    if asked.body.get("stream") is not True:
+        return "its client gets the answer in one piece"
+    field = immovable_field(asked.path, asked.body)
+    return field and f"it cannot move with its {field!r}"
+
+
 def _limit(path: str, body: Mapping[str, Any]) -> Any:
     """Return an answer's limit of tokens; None if only its engine limits it."""
-    limit = limit_of(path, body)
-    return COMPLETION_TOKENS if limit is None and path == COMPLETIONS else limit
+    if path == COMPLETIONS:
+        limit = body.get("max_tokens")
+        return COMPLETION_TOKENS if limit is None else limit
+    newer = body.get("max_completion_tokens")
+    return body.get("max_tokens") if newer is None else newer
 
 
 def _is_text(messages: Any) -> bool:
@@ -182,8 +191,7 @@ class MovableStream:
         self._moves = moves
         self._asked = asked
         self._gives_up = AsyncExitStack()
-        self._parts: AsyncIterator[bytes] | None = None
-        self._read = b""  # bounded: PROXY_EVENT_BYTES_MAX
+        self._events: EventReader | None = None
         # Events without text, such as the first bytes of a character.
         self._held: list[Event] = []  # bounded: _HELD_TOKENS_MAX
         self._held_ids: list[int] = []  # bounded: likewise
@@ -218,7 +226,7 @@ class MovableStream:
         asked.body = body
         if answer.status != HTTPStatus.OK:
             return answer
-        self._parts = answer.parts
+        self._events = EventReader(answer.parts)
         # The length of the client's answer is not known yet.
         answer.headers = {
             name: value for name, value in answer.headers.items() if name not in FRAMES
@@ -264,14 +272,14 @@ class MovableStream:
     # --- the client's task ------------------------------------------------------------
 
     async def _relayed(self) -> AsyncGenerator[Event]:
+        assert self._events is not None
         while True:
             event = None
             try:
-                event = await self._next()
+                event = await anext(self._events, None)
                 if event is None:
                     break
-                with _reading(self._asked.decode):
-                    passed = self._take(event)
+                passed = self._take(event)
             except EngineFailed as exc:
                 if not self._over and await self._recovered(exc):
                     continue
@@ -287,34 +295,19 @@ class MovableStream:
                 await self._carry_out(*self._order)
         for one in self._held:
             yield one
-        yield self._read
-
-    async def _next(self) -> bytes | None:
-        """Return the engine's next event; None at its end."""
-        assert self._parts is not None
-        while b"\n\n" not in self._read:
-            if len(self._read) > PROXY_EVENT_BYTES_MAX:
-                why = f"an event has more than {PROXY_EVENT_BYTES_MAX} bytes"
-                raise EngineFailed(self._asked.decode, why)
-            part = await anext(self._parts, None)
-            if part is None:
-                return None
-            self._read += part
-        event, _, self._read = self._read.partition(b"\n\n")
-        return event
 
     def _take(self, event: bytes) -> list[Event]:
         """Handle an event; return the events for the client, including held ones."""
-        try:
-            text = event.removeprefix(b"data:")
-            chunk = msgspec.json.decode(text, type=dict[str, Any])
-        except DECODE_ERRORS:
-            return self._release(event + b"\n\n")
-        if self._over and "error" in chunk:
-            return self._release(event + b"\n\n")
+        chunk = fields_of(event)
+        if chunk is None or (self._over and "error" in chunk):
+            return self._release(event)
         if "error" in chunk:
             why = f"it reports {chunk['error']}"[:_QUOTED_CHARS]
             raise EngineFailed(self._asked.decode, why)
+        with _reading(self._asked.decode):
+            return self._take_chunk(chunk)
+
+    def _take_chunk(self, chunk: dict[str, Any]) -> list[Event]:
         choices = chunk.get("choices", ())
         if not self._over and any(c.get("finish_reason") == _ABORT for c in choices):
             raise _Aborted(self._asked.decode, "it was stopped")
@@ -390,11 +383,12 @@ class MovableStream:
         """Continue elsewhere after the engine's death; return whether that worked."""
         here = self._asked.decode
         body = self._asked.body
-        if here is None or not self._can_move:
+        if here is None or error.ours or not self._can_move:
             return False
         logger.warning("%s cut off its answer: %s", here.url, error.why)
         here.failed += 1
-        self._moves.fleet.down(here)
+        error.engine = here
+        await self._moves.dispatcher.look_at(error)
         # If two engines die at the same token, that token may be the cause.
         at = self._lost_at
         self._lost_at = len(self._tokens)
@@ -407,7 +401,7 @@ class MovableStream:
                 return False
             # As for requests: only a try on an engine that is down is paid from the
             # budget.
-            if not self._moves.dispatcher.budget.spend() and to.is_down(fleet.clock()):
+            if not self._moves.dispatcher.budget.spend() and to.down:
                 return False
             if not await self._switch(to, None):
                 self._moves.counts["recovered"] += 1
@@ -434,8 +428,7 @@ class MovableStream:
                 return str(exc) or f"no token within {PROXY_MOVE_S:g} s"
             await self._gives_up.aclose()
             self._gives_up.push_async_callback(attempt.pop_all().aclose)
-        self._parts = answer.parts
-        self._read = b""
+        self._events = EventReader(answer.parts)
         self._held = []
         self._held_ids = []
         self._before = len(self._tokens)
@@ -517,7 +510,7 @@ async def _written(events: AsyncGenerator[Event]) -> AsyncGenerator[bytes]:
             if isinstance(event, bytes):
                 yield event
             else:
-                yield b"data: " + msgspec.json.encode(event) + b"\n\n"
+                yield written(event)
 
 
 @dataclass(frozen=True, slots=True)
@@ -536,7 +529,7 @@ class Moves:
 
         Cancel safety: safe, like that method.
         """
-        if not self.migrate or immovable_field(asked.path, asked.body):
+        if why_fixed(asked) or not self.migrate:
             return await self.dispatcher.ask(asked, stack)
         stream = MovableStream(self, asked)
         self.streams[asked] = stream  # bounded: PROXY_RUNNING_MAX
@@ -554,13 +547,9 @@ class Moves:
 
         async def one(asked: ClientRequest) -> dict[str, str]:
             stream = self.streams.get(asked)
-            if stream is None and asked.content is not None:
-                name = asked.headers.get("x-request-id", "")
-                return {"request": name, STAYED: f"{asked.path} does not move"}
             if stream is None:
-                field = immovable_field(asked.path, asked.body)
                 name = asked.headers.get("x-request-id", "")
-                return {"request": name, STAYED: f"it cannot move with its {field!r}"}
+                return {"request": name, STAYED: why_fixed(asked)}
             async with turns:
                 why = await stream.move(to)
             where = {STAYED: why} if why else {MOVED: asked.engines[-1]}

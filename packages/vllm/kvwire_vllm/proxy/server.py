@@ -22,27 +22,16 @@ from typing import Any, Final
 
 from kvwire.errors import ListenError
 from kvwire.extras import NotInstalledError, install_command, needed_by
-from kvwire_vllm.proxy.asgi import Application
-from kvwire_vllm.proxy.client import EngineFailed
-from kvwire_vllm.proxy.exchange import (
-    HttpAnswer,
-    HttpRequest,
-    Refused,
-    as_json,
-    headers_of,
-    openai_error,
-    parser_text,
-)
+from kvwire_vllm.proxy.app import ProxyApp, error_answer
+from kvwire_vllm.proxy.client import parser_text
 from kvwire_vllm.proxy.limits import (
     PROXY_HEADER_BYTES_MAX,
     PROXY_HEADERS_MAX,
     PROXY_IDLE_MAX,
     PROXY_IDLE_S,
     PROXY_RUNNING_MAX,
-    PROXY_UNREAD_S,
-    PROXY_WAITING_MAX,
 )
-from kvwire_vllm.proxy.stopping import Ending
+from kvwire_vllm.proxy.listening import listen
 
 with needed_by("the proxy", command="pip install aiohttp"):
     import aiohttp
@@ -66,11 +55,8 @@ _quiet.setLevel(logging.CRITICAL)
 _UNREAD_S: Final = 2.0
 # aiohttp's method for a request that it could not parse.
 _NO_REQUEST: Final = "UNKNOWN"
-_BACKLOG: Final = 1024
 # The same status as uvicorn's, so that scripts recognise it.
 _NO_PORT: Final = 3
-# Otherwise aiohttp sends its version and Python's.
-_SERVER: Final = {"server": "kvwire"}
 
 
 class ProxyServer:
@@ -78,17 +64,15 @@ class ProxyServer:
 
     def __init__(
         self,
-        app: Application,
+        app: ProxyApp,
         host: str,
         port: int,
-        ending: Ending,
         stop_s: float,
-        connections_max: int = PROXY_RUNNING_MAX + PROXY_WAITING_MAX + PROXY_IDLE_MAX,
+        connections_max: int = PROXY_RUNNING_MAX + PROXY_IDLE_MAX,
     ) -> None:
         self._app = app
         self._host = host
         self._port = port
-        self._ending = ending
         self._stop_s = stop_s
         self._connections_max = connections_max
         self._server: web.Server | None = None
@@ -127,7 +111,7 @@ class ProxyServer:
             with contextlib.suppress(NotImplementedError):  # Windows
                 loop.add_signal_handler(number, note, number)
         try:
-            async with self.serving():
+            async with self._app.running(), self.serving():
                 return await came
         except ListenError as exc:
             print(exc, file=sys.stderr)
@@ -148,21 +132,18 @@ class ProxyServer:
         runner = web.ServerRunner(
             self._server, shutdown_timeout=self._stop_s + 2 * _UNREAD_S
         )
-        async with self._app.running():
-            await runner.setup()
-            loop = asyncio.get_running_loop()
-            try:
-                listening = await loop.create_server(
-                    self._connected, self._host, self._port, backlog=_BACKLOG
-                )
-            except OSError as exc:
-                where = f"--host {self._host} --port {self._port}"
-                raise ListenError(f"cannot listen at {where}: {exc}") from exc
-            try:
-                yield listening.sockets[0].getsockname()[1]
-            finally:
-                listening.close()
-                await self._stop(runner)
+        await runner.setup()
+        loop = asyncio.get_running_loop()
+        sockets = listen(self._host, self._port)
+        listening = [
+            await loop.create_server(self._connected, sock=sock) for sock in sockets
+        ]
+        try:
+            yield sockets[0].getsockname()[1]
+        finally:
+            for one in listening:
+                one.close()
+            await self._stop(runner)
 
     def _connected(self) -> asyncio.Protocol:
         """Accept a connection; if there are too many, drop the oldest idle one."""
@@ -192,7 +173,7 @@ class ProxyServer:
     async def _stop(self, runner: web.ServerRunner) -> None:
         loop = asyncio.get_running_loop()
         timers = (
-            loop.call_later(self._stop_s, self._ending.end),
+            loop.call_later(self._stop_s, self._app.ending.end),
             loop.call_later(self._stop_s + _UNREAD_S, self._end),
         )
         try:
@@ -203,21 +184,15 @@ class ProxyServer:
 
     def _end(self) -> None:
         """Cut all open connections at once."""
-        self._ending.end()
+        self._app.ending.end()
         for connection in self._server.connections if self._server else ():
             _abort(connection)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request; the task is cancelled when the client disconnects."""
-        headers = headers_of(request.raw_headers)
-        where = request.method, request.path
-        query = request.raw_path.partition("?")[2]
-        client = request.remote or ""
-        asked = HttpRequest(*where, headers, client, _parts(request), query)
         self._busy.add(request.protocol)
         try:
-            async with self._app.answered(asked) as answer:
-                return await _send(request, answer)
+            return await self._app.handle(request)
         except ConnectionError:
             raise  # the client has gone
         except Exception:
@@ -239,45 +214,6 @@ def _request(
         message = message._replace(version=aiohttp.HttpVersion11)
     loop = asyncio.get_running_loop()
     return web.BaseRequest(message, payload, protocol, writer, task, loop)
-
-
-async def _send(request: web.BaseRequest, answer: HttpAnswer) -> web.StreamResponse:
-    if isinstance(answer.body, bytes):
-        return _response(answer, answer.body)
-    headers = _headers(answer)
-    response = web.StreamResponse(status=answer.status, headers=headers)
-    await response.prepare(request)
-    if request.method == "HEAD":
-        return response
-    try:
-        async for part in answer.body:
-            async with asyncio.timeout(PROXY_UNREAD_S):
-                await response.write(part)
-        async with asyncio.timeout(PROXY_UNREAD_S):
-            await response.write_eof()
-    except EngineFailed:
-        # aiohttp has logged it. The client notices, since the answer is incomplete.
-        if request.transport is not None:
-            request.transport.close()
-    except TimeoutError:
-        logger.warning(
-            "closed the connection of a client that read nothing for %g s",
-            PROXY_UNREAD_S,
-        )
-        _abort(request.protocol)
-    return response
-
-
-async def _parts(request: web.BaseRequest) -> AsyncIterator[bytes]:
-    if request.headers.get("expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    try:
-        async for part in request.content.iter_any():
-            yield part
-    except web.RequestPayloadError as exc:
-        raise Refused(
-            HTTPStatus.BAD_REQUEST, f"the body is incomplete: {parser_text(str(exc))}"
-        ) from None
 
 
 def _is_open(transport: asyncio.Transport | None) -> bool:
@@ -305,23 +241,9 @@ class _Connection(web.RequestHandler):
         why = parser_text(message or "") or HTTPStatus(status).description
         # It raises if an answer has begun; otherwise it logs the error.
         super().handle_error(request, status, exc, message)
-        answer = as_json(openai_error(status, why), status)
-        assert isinstance(answer.body, bytes)
-        response = _response(answer, answer.body)
+        response = error_answer(status, why)
         response.force_close()
         return response
-
-
-def _response(answer: HttpAnswer, body: bytes) -> web.Response:
-    return web.Response(body=body, status=answer.status, headers=_headers(answer))
-
-
-def _headers(answer: HttpAnswer) -> dict[str, str]:
-    return _SERVER | {
-        # A text that is not UTF-8 cannot be sent.
-        name: value.encode(errors="surrogateescape").decode(errors="replace")
-        for name, value in answer.headers.items()
-    }
 
 
 class _Refusing(asyncio.Protocol):

@@ -29,7 +29,7 @@ class ProxyState:
     admission: Admission
     budget: RetryBudget
     ignored: Callable[[], int] = lambda: 0  # the number of unusable directory entries
-    # Open requests, oldest first. bounded: PROXY_RUNNING_MAX and PROXY_WAITING_MAX
+    # Open requests, oldest first. bounded: PROXY_RUNNING_MAX
     requests: dict[ClientRequest, None] = field(default_factory=dict)
     # Answers begun, by status.
     answered: Counter[int] = field(default_factory=Counter)
@@ -66,17 +66,15 @@ class ProxyCollector(Collector):
             ("retries_refused", _REFUSED, _COUNTER, budget.refused),
             ("rejected", "Requests rejected with 429", _COUNTER, admitted.rejected),
             ("records_ignored", _IGNORED, _COUNTER, state.ignored()),
-            ("running", "Requests running on an engine", _GAUGE, admitted.running),
-            ("waiting", "Requests that wait for their turn", _GAUGE, admitted.waiting),
+            ("running", "Requests that are read or answered", _GAUGE, admitted.running),
         ):
             yield family(f"kvwire_proxy_{name}", text, value=value)
-        now = state.fleet.clock()
         engines = state.fleet.engines
         labels = ("engine", "role")
         for name, (family, text) in _OF_ENGINES.items():
             metric = family(f"kvwire_proxy_engine_{name}", text, labels=labels)
             for one in engines:
-                value = one.state(now) == "up" if name == "up" else getattr(one, name)
+                value = one.state == "up" if name == "up" else getattr(one, name)
                 metric.add_metric([one.url, one.role], value)
             yield metric
 
@@ -94,13 +92,14 @@ _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
 
 
 def fleet_view(state: ProxyState) -> dict[str, Any]:
-    """Return each engine's state, and each request's reason for waiting."""
+    """Return what each engine and each request waits for."""
     now = state.fleet.clock()
     engines = [
         {
             "url": one.url,
             "role": one.role,
-            "state": one.state(now),
+            "state": one.state,
+            "waits_for": one.waits_for,
             "model": one.model,
             "running": one.running,
             "answered": one.answered,

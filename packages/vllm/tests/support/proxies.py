@@ -28,14 +28,14 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
+from aiohttp import web
 
-from kvwire_vllm.proxy.app import ProxyApp, ProxySettings, make_app
+from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.policy import AT_ONCE, Choose
 from kvwire_vllm.proxy.server import ProxyServer
-from kvwire_vllm.proxy.stopping import Ending
 from tests.support.pairs import turns
 
 P1 = VllmServer("http://p1", ("p1:1",))
@@ -45,15 +45,7 @@ D2 = VllmServer("http://d2", ("d2:1",))
 EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
 ASK = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 9}
 BODY = json.dumps(ASK).encode()
-SCOPE: dict[str, Any] = {
-    "type": "http",
-    "asgi": {"spec_version": "2.4"},
-    "method": "POST",
-    "path": "/v1/completions",
-    "headers": [],
-    "query_string": b"",
-}
-
+PATH = "/v1/completions"
 # A status, headers and the parts of a body.
 Said = tuple[int, Mapping[str, str], AsyncIterator[bytes]]
 Handler = Callable[[dict[str, Any]], Awaitable[Said]]
@@ -65,25 +57,36 @@ class Engines(EngineClient):
     def __init__(self, **handlers: Handler) -> None:
         super().__init__()
         self.handlers = handlers
+        # Engines whose health fails as well; of all others it is fine.
+        self.dead: tuple[Handler, ...] = DEAD
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.sent: list[tuple[str, Any]] = []
+        # Decode engines that have freed a prompt.
+        self.freed: list[str] = []
         self.headers: dict[str, Mapping[str, str]] = {}
-        self.sent: list[tuple[str, str, Any]] = []
 
     @asynccontextmanager
     async def _request(
         self,
-        method: str,
         url: str,
         headers: Mapping[str, str],
         body: Mapping[str, Any] | bytes | None,
     ) -> AsyncIterator[Said]:
         host = urlsplit(url).hostname or ""
         fields = dict(body) if isinstance(body, Mapping) else {}
-        assert bool(fields) is url.endswith("completions"), url
-        self.asked.append((host, fields))
-        self.sent.append((method, url, body))
-        self.headers[host] = headers
-        yield await self.handlers.get(host, fine)(fields)
+        handler = self.handlers.get(host, fine)
+        frees = fields.get("prompt_logprobs") == 0 and "kv_transfer_params" in fields
+        if url.endswith("/health") or frees:
+            dead = handler in self.dead or getattr(handler, "dead", False)
+            handler = handler if dead else fine
+        else:
+            self.asked.append((host, fields))
+            self.sent.append((urlsplit(url).path, body))
+            self.headers[host] = headers
+        said = await handler(fields)
+        if frees:
+            self.freed.append(host)
+        yield said
 
     def hosts(self) -> list[str]:
         return [host for host, _ in self.asked]
@@ -155,10 +158,29 @@ async def refused(_: dict[str, Any]) -> Said:
     raise aiohttp.ClientConnectorError(Mock(), error)
 
 
-broken = fails(500)
+async def dies(_: dict[str, Any]) -> Said:
+    raise aiohttp.ServerDisconnectedError
 
 
-def breaks_off(headers: dict[str, str], first: bytes = b"data: 1") -> Handler:
+async def gone(_: dict[str, Any]) -> Said:
+    raise TimeoutError
+
+
+class Mortal:
+    """An engine that dies of its first request."""
+
+    dead = False
+
+    async def __call__(self, _: dict[str, Any]) -> Said:
+        self.dead = True
+        raise aiohttp.ServerDisconnectedError
+
+
+broken = fails(500, "it is dead")
+DEAD = (refused, broken, dies, gone)
+
+
+def breaks_off(headers: dict[str, str], first: bytes = b"data: 1\n\n") -> Handler:
     """An engine that dies after the first part of its answer."""
 
     async def parts() -> AsyncIterator[bytes]:
@@ -173,31 +195,16 @@ def breaks_off(headers: dict[str, str], first: bytes = b"data: 1") -> Handler:
 
 
 async def streamed(
-    application: ProxyApp, *, path: str = SCOPE["path"], **more: Any
+    application: ProxyApp, *, path: str = PATH, **more: Any
 ) -> AsyncGenerator[bytes]:
-    """The parts of an answer as they are sent; httpx's own transport joins them."""
-    parts: asyncio.Queue[bytes] = asyncio.Queue()
-    body = json.dumps({**ASK, "stream": True, **more}).encode()
-    messages = [{"type": "http.request", "body": body}]
-
-    async def receive() -> dict[str, Any]:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: Any) -> None:
-        if message["type"] == "http.response.body":
-            await parts.put(message["body"])
-
-    running = asyncio.ensure_future(application(SCOPE | {"path": path}, receive, send))
-    try:
-        while part := await parts.get():
+    """The parts of an answer as they come."""
+    body = {**ASK, "stream": True, **more}
+    async with (
+        user_of(application) as user,
+        user.stream("POST", path, json=body) as said,
+    ):
+        async for part in said.aiter_raw():
             yield part
-        await running
-    finally:
-        running.cancel()
-        await asyncio.wait((running,))
 
 
 async def turns_until(condition: Callable[[], bool]) -> None:
@@ -243,7 +250,7 @@ def app(
     names = {field.name for field in dataclasses.fields(ProxySettings)}
     chosen = {name: options.pop(name) for name in names & options.keys()}
     settings = ProxySettings(order=order, **chosen)
-    return make_app(before, settings, client=engines, **options)
+    return ProxyApp(before, settings, client=engines, **options)
 
 
 def mover(
@@ -254,15 +261,42 @@ def mover(
     return app(network, prefill=(), decode=decode, migrate=True), network
 
 
+class _From(ProxyApp):
+    """A proxy whose clients seem to be at another address."""
+
+    def __init__(self, application: ProxyApp, remote: str) -> None:
+        self._application = application
+        self._remote = remote
+        self.ending = application.ending
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._application.handle(request.clone(remote=self._remote))
+
+
 @asynccontextmanager
 async def proxy(serves: Engines | ProxyApp, **options: Any) -> AsyncIterator[int]:
     """The port of a proxy; before engines, it has one that decodes."""
     served = serves
     if not isinstance(served, ProxyApp):
         served = app(served, prefill=(), decode=[D1])
-    server = ProxyServer(served, "127.0.0.1", 0, Ending(), 1.0, **options)
+    server = ProxyServer(served, "127.0.0.1", 0, 1.0, **options)
     async with server.serving() as port:
         yield port
+
+
+@asynccontextmanager
+async def user_of(
+    application: ProxyApp, remote: str = ""
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a proxy, at another address if that is given."""
+    served = _From(application, remote) if remote else application
+    async with (
+        proxy(served) as port,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", verify=False, timeout=60
+        ) as user,
+    ):
+        yield user
 
 
 # --- its clients ----------------------------------------------------------------------
@@ -273,20 +307,15 @@ async def post(
     body: Any = None,
     path: str = "completions",
     headers: dict[str, str] | None = None,
-) -> Any:
+) -> httpx.Response:
     asked = ASK if body is None else body
     return await call(application, "POST", f"/v1/{path}", json=asked, headers=headers)
 
 
 async def call(
-    application: ProxyApp,
-    method: str,
-    path: str,
-    client: str = "127.0.0.1",
-    **more: Any,
+    application: ProxyApp, method: str, path: str, remote: str = "", **more: Any
 ) -> httpx.Response:
-    transport = httpx.ASGITransport(application, client=(client, 1))
-    async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as user:
+    async with user_of(application, remote) as user:
         return await user.request(method, path, **more)
 
 
@@ -294,27 +323,6 @@ async def operate(application: ProxyApp, path: str, **asked: Any) -> tuple[int, 
     """What an operator is answered: the status, and a document."""
     said = await call(application, "POST", path, json=asked)
     return said.status_code, said.json()
-
-
-class AsgiClient:
-    """A client as a server hands it to an application: it may leave at any time."""
-
-    def __init__(self, body: bytes = BODY) -> None:
-        self.sent: list[Any] = []
-        self.left = asyncio.Event()
-        self.parts: list[dict[str, Any]] = [{"type": "http.request", "body": body}]
-
-    async def receive(self) -> dict[str, Any]:
-        if self.parts:
-            return self.parts.pop(0)
-        await self.left.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Any) -> None:
-        self.sent.append(message)
-
-    async def ask(self, application: ProxyApp, **scope: Any) -> None:
-        await application(SCOPE | scope, self.receive, self.send)
 
 
 @asynccontextmanager
