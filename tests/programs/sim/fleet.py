@@ -143,8 +143,9 @@ class World:
     def _probe(self, fleet: EngineFleet) -> None:
         """Tell a proxy who answers, as a prober does."""
         for engine in fleet.engines:
-            engine.ready = True
-            engine.gone = self.nodes[engine.url].dead_since is not None
+            engine.healthy()
+            if self.nodes[engine.url].dead_since is not None:
+                engine.lost("nobody listens there")
 
     def die(self, count: int) -> None:
         """Let nodes die without a word."""
@@ -164,8 +165,7 @@ class World:
 
     def seen(self, proxy: Proxy) -> bool:
         """Whether a proxy takes exactly those that are alive."""
-        now = self.loop.time()
-        takes = {e.url for e in proxy.fleet.engines if e.listed and e.is_up(now)}
+        takes = {e.url for e in proxy.fleet.engines if e.listed and e.is_up}
         return takes == {node.record.labels["http"] for node in self.alive}
 
     async def load(self, seconds: float) -> None:
@@ -202,7 +202,7 @@ class World:
         now = self.loop.time()
         if node.dead_since is not None:
             self.refused += 1
-            proxy.fleet.down(engine)
+            engine.lost("nobody listens there")
             return False
         mean_s = SERVICE_S[node.role]
         end = node.begin(now, self.chance.expovariate(1 / mean_s))

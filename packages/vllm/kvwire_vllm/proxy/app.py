@@ -21,10 +21,12 @@ from http import HTTPStatus
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
-from kvwire.extras import needed_by
 from kvwire.security.web_pages import why_foreign
 from kvwire.types import is_loopback
 from kvwire_vllm.proxy.admission import Admission, TooMany
@@ -57,11 +59,6 @@ from kvwire_vllm.proxy.policy import AT_ONCE
 from kvwire_vllm.proxy.stopping import Ending
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
 from kvwire_vllm.references import UNSIGNED, References
-
-with needed_by("the proxy", command="pip install aiohttp"):
-    from aiohttp import web
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 

@@ -9,8 +9,8 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import msgspec
+from aiohttp import web
 
-from kvwire.extras import needed_by
 from kvwire.limits import KIB
 from kvwire.types import in_bytes
 from kvwire.wire.control import DECODE_ERRORS
@@ -20,9 +20,6 @@ from kvwire_vllm.proxy.limits import (
     PROXY_BODY_S,
     PROXY_BODY_VALUES_MAX,
 )
-
-with needed_by("the proxy", command="pip install aiohttp"):
-    from aiohttp import web
 
 # A larger field is forwarded unchanged, without decoding and encoding it.
 _LARGE_BYTES: Final = 64 * KIB

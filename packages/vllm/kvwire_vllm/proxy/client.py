@@ -26,17 +26,14 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import aiohttp
 import msgspec
+from yarl import URL
 
 from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
-from kvwire.extras import needed_by
 from kvwire_vllm.proxy.engines import VllmEngine
 from kvwire_vllm.proxy.limits import PROXY_HEALTH_BYTES_MAX
-
-with needed_by("the proxy", command="pip install aiohttp"):
-    import aiohttp
-    from yarl import URL
 
 if TYPE_CHECKING:
     from kvwire_vllm.proxy.fleet import EngineFleet

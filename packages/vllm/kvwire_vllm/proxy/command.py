@@ -12,6 +12,8 @@ from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.security.keys import read_key_file
 from kvwire_vllm.proxy.admission import Admission
+from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
+from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.engines import parse_engine
 from kvwire_vllm.proxy.fleet import EngineFleet
@@ -23,6 +25,7 @@ from kvwire_vllm.proxy.limits import (
 )
 from kvwire_vllm.proxy.members import AllowedHosts
 from kvwire_vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
+from kvwire_vllm.proxy.server import ProxyServer
 from kvwire_vllm.references import References
 
 
@@ -40,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys = [read_key_file(options.psk_file)] if options.psk_file else []
         operator = options.operator_key_file
         operator_key = read_key_file(operator) if operator else b""
+        client = EngineClient(options.engines_ca)
         discovery: Discovery | None = None
         if options.directory:
             directory = open_directory(options.directory)
@@ -49,19 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as exc:
         parser.error(str(exc))
     except (BackendUnavailable, ModuleNotFoundError) as exc:
-        print(exc, file=sys.stderr)
-        return 1
-    try:
-        # Imported here, since --help needs none of these.
-        from kvwire_vllm.proxy.app import (  # noqa: PLC0415
-            ProxyApp,
-            ProxySettings,
-        )
-        from kvwire_vllm.proxy.client import EngineClient  # noqa: PLC0415
-        from kvwire_vllm.proxy.server import ProxyServer  # noqa: PLC0415
-
-        client = EngineClient(options.engines_ca)
-    except ModuleNotFoundError as exc:
         print(exc, file=sys.stderr)
         return 1
     connections = options.running + PROXY_IDLE_MAX

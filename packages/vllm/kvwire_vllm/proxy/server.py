@@ -13,15 +13,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final
 
+import aiohttp
+from aiohttp import web
+
 from kvwire.errors import ListenError
-from kvwire.extras import NotInstalledError, install_command, needed_by
 from kvwire_vllm.proxy.app import ProxyApp, error_answer
 from kvwire_vllm.proxy.client import parser_text
 from kvwire_vllm.proxy.limits import (
@@ -32,20 +33,6 @@ from kvwire_vllm.proxy.limits import (
     PROXY_RUNNING_MAX,
 )
 from kvwire_vllm.proxy.listening import listen
-
-with needed_by("the proxy", command="pip install aiohttp"):
-    import aiohttp
-    from aiohttp import web
-
-# Older versions have no time limit for heads, or take bytes that follow a refused
-# protocol upgrade for that protocol's.
-_OLDEST: Final = "3.14.4"
-_THERE: Final = aiohttp.__version__
-if [int(n) for n in re.findall(r"\d+", _THERE)] < [int(n) for n in _OLDEST.split(".")]:
-    raise NotInstalledError(
-        f"the proxy needs aiohttp {_OLDEST} or newer, but {_THERE} is installed: "
-        f"{install_command('vllm')}"
-    )
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 # Malformed requests get an answer, but are not worth a log line.

@@ -7,18 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from kvwire.extras import needed_by
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
 from kvwire_vllm.proxy.admission import Admission, RetryBudget
 from kvwire_vllm.proxy.dispatch import ClientRequest
 from kvwire_vllm.proxy.fleet import EngineFleet
-
-with needed_by("the proxy", command="pip install prometheus-client"):
-    from prometheus_client.core import (
-        CounterMetricFamily,
-        GaugeMetricFamily,
-        Metric,
-    )
-    from prometheus_client.registry import Collector
 
 
 @dataclass(slots=True)
