@@ -19,6 +19,7 @@ JSON = b'{"choices":[{"text":"one two"}]}'
 HALF = JSON[:20]
 EVENT = b'data: {"choices":[{"index":0,"text":" one"}]}\n\n'
 DONE = b"data: [DONE]\n\n"
+CRLF = (EVENT + DONE).replace(b"\n", b"\r\n")
 
 
 def said(body: bytes, kind: str, frame: str, *, version: str = "1.1") -> bytes:
@@ -61,6 +62,7 @@ LAST = b"0\r\n\r\n"
         (events(EVENT + DONE), EVENT + DONE),
         (events(EVENT + b"data:[DONE]"), EVENT + b"data:[DONE]"),
         (events(EVENT + DONE + b"\r\n"), EVENT + DONE + b"\r\n"),
+        (events(CRLF), CRLF),
         (in_one(JSON, "chunks") + LAST, JSON),
         (in_one(JSON, str(len(JSON))), JSON),
         (in_one(JSON), JSON),

@@ -60,9 +60,11 @@ async def test_an_event_without_an_end_is_not_kept(
 
 @KINDS
 @pytest.mark.parametrize("path", ["/migrate", "/drain"])
-async def test_a_stream_moves(path: str, kind: dict[str, Any]) -> None:
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+async def test_a_stream_moves(line_end: bytes, path: str, kind: dict[str, Any]) -> None:
     """The other engine is asked for the rest, as a completion, with the first's KV."""
     first, second = Decoder(3), Decoder()
+    first.line_end = second.line_end = line_end
     application, network = mover(d1=first, d2=second)
     client = Client(application, **kind)
     await client.read(3 + bool(kind))

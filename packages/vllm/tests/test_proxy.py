@@ -152,14 +152,14 @@ async def test_a_prompt_that_prefill_computes_and_does_not_send(
 
 
 # What vLLM says in a stream of a request that it fails.
-no_answer = says(
-    b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n',
-    b"data: [DONE]\n\n",
-)
+NO_ANSWER = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
+no_answer = says(NO_ANSWER, b"data: [DONE]\n\n")
+# The same behind a gateway.
+no_crlf_answer = says(b": hello\r\n", NO_ANSWER.replace(b"\n", b"\r\n"))
 
 
 @pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
-@pytest.mark.parametrize("fails", [broken, no_answer])
+@pytest.mark.parametrize("fails", [broken, no_answer, no_crlf_answer])
 async def test_a_decode_engine_that_fails_for_want_of_kv_is_asked_without(
     order: str, fails: Handler
 ) -> None:

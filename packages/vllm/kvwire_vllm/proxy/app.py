@@ -18,7 +18,7 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -27,15 +27,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
+from kvwire.limits import KIB
 from kvwire.security.web_pages import why_foreign
 from kvwire.types import is_loopback
 from kvwire_vllm.proxy.admission import Admission, TooMany
-from kvwire_vllm.proxy.body import (
-    Refused,
-    decoded,
-    expecting_json,
-    read_body,
-)
+from kvwire_vllm.proxy.body import Refused, decoded, read_body
 from kvwire_vllm.proxy.client import (
     PROBE_S,
     EngineClient,
@@ -69,9 +65,8 @@ _PASSED_HEADERS: Final = (
     "x-request-id",
     "traceparent",
     "tracestate",
-    "origin",  # the page's origin: engines decide whether it may read the answer
 )
-# Answer headers that are passed to clients, beside those that engines set for pages.
+# Answer headers that are passed to clients.
 _KEPT_HEADERS: Final = (
     "content-type",
     "content-encoding",
@@ -79,11 +74,7 @@ _KEPT_HEADERS: Final = (
     "x-request-id",
     "retry-after",
     "www-authenticate",
-    "vary",
 )
-_OF_PAGES: Final = "access-control-"
-# Control characters: some HTTP servers and clients accept them, others do not.
-_CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 _SPLIT: Final = ("/v1/completions", "/v1/chat/completions")
 # Answered by any engine that decodes. Engines have other paths, which put them to
 # sleep, load adapters or run code.
@@ -93,10 +84,11 @@ _OF_ONE_ENGINE: Final = {
     "/tokenize": ("POST",),
     "/detokenize": ("POST",),
 }
-# Fields by which engines are told of each other; only the proxy may do that. vLLM takes
-# the first two out of the last one as well.
-_OF_ENGINES: Final = ("kv_transfer_params", "ec_transfer_params")
-_MORE_FIELDS: Final = "vllm_xargs"
+# Control characters, which aiohttp refuses to send.
+_CONTROLS: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+# Fields in which engines get references to each other.
+_REFERENCES: Final = ("kv_transfer_params", "ec_transfer_params")
+_LARGE_BYTES: Final = 64 * KIB
 _DRAIN_WAIT_S_MAX: Final = 3600.0
 _OTHER_SITES: Final = "start the proxy with --operator-key-file"
 
@@ -150,8 +142,7 @@ class ProxyApp:
         )
         self._registry = CollectorRegistry()
         self._registry.register(ProxyCollector(self._state))
-        # Held while a large body is decoded.
-        self._large = asyncio.Lock()
+        self._decoding = asyncio.Lock()
         read = ("GET", "HEAD")
         write = ("POST",)
         self._routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
@@ -222,16 +213,14 @@ class ProxyApp:
         take = stack.enter_context(self._state.admission.place())
         content = await read_body(request, PROXY_BODY_BYTES_MAX, take)
         # Otherwise bodies that arrive together would also be decoded together.
-        async with self._large:
-            body, large = decoded(content)
-            if large:
+        async with self._decoding:
+            body = decoded(content, dict[str, Any])
+            if len(content) > _LARGE_BYTES:
                 await asyncio.sleep(0)
-        del content  # large values are kept in the fields
-        for name in _own_fields(body):
-            large.pop(name, None)
-        asked = ClientRequest(
-            request.path, body, _passed_on(request), self._fleet.clock(), large
-        )
+        del content
+        _remove_references(body)
+        headers = _passed_on(request)
+        asked = ClientRequest(request.path, body, headers, self._fleet.clock())
         self._state.requests[asked] = None  # bounded: PROXY_RUNNING_MAX
         stack.callback(self._state.requests.pop, asked)
         async with self.ending.limits():
@@ -268,12 +257,7 @@ class ProxyApp:
         self, request: web.BaseRequest, answer: EngineResponse
     ) -> web.StreamResponse:
         """Pass an engine's answer to a client, with the headers that it may see."""
-        kept = {
-            name: value
-            for name, value in answer.headers.items()
-            if name in _KEPT_HEADERS or name.startswith(_OF_PAGES)
-            if not _CONTROLS.search(value)
-        }
+        kept = {n: text for n, text in answer.headers.items() if n in _KEPT_HEADERS}
         is_events = kept.get("content-type", "").startswith(EVENTS)
         # Without a length, servers send chunks, which HTTP/1.0 clients do not
         # understand. A stream of events keeps no length, because an error may be
@@ -327,7 +311,7 @@ class ProxyApp:
         Answer when the engine has no requests left, or after ``wait_s``.
         """
         self._check_operator(request)
-        wanted = await _order(request, _Drain)
+        wanted = decoded(await read_body(request, PROXY_ORDER_BYTES_MAX), _Drain)
         engine = self._fleet.at(wanted.engine)
         engine.drain(draining=wanted.drain)
         if self._moves.migrate and wanted.drain and wanted.move:
@@ -346,7 +330,7 @@ class ProxyApp:
         if not self._moves.migrate:
             why = "the proxy was started without --migrate"
             raise Refused(HTTPStatus.CONFLICT, why)
-        wanted = await _order(request, _Migrate)
+        wanted = decoded(await read_body(request, PROXY_ORDER_BYTES_MAX), _Migrate)
         to = self._fleet.at(wanted.to) if wanted.to else None
         if not wanted.request:
             moving = self._at(self._fleet.at(wanted.engine))
@@ -397,31 +381,20 @@ class _Migrate(msgspec.Struct):
     to: str = ""
 
 
-T = TypeVar("T")
-
-
-async def _order(request: web.BaseRequest, kind: type[T]) -> T:
-    """Decode an operator's order from the request body."""
-    content = await read_body(request, PROXY_ORDER_BYTES_MAX)
-    with expecting_json():
-        return msgspec.json.decode(content, type=kind)
-
-
 def _log_failure(task: asyncio.Task[None]) -> None:
     """Log the error of a plug-in by which work has ended that should never end."""
     if not task.cancelled() and task.exception() is not None:
         logger.error("the discovery of engines has failed", exc_info=task.exception())
 
 
-def _own_fields(body: dict[str, Any]) -> list[str]:
-    """Remove what only the proxy may tell engines; return the changed fields."""
-    changed = [name for name in _OF_ENGINES if body.pop(name, None) is not None]
-    more = body.get(_MORE_FIELDS)
-    if isinstance(more, dict) and any(name in more for name in _OF_ENGINES):
-        kept = {name: value for name, value in more.items() if name not in _OF_ENGINES}
-        body[_MORE_FIELDS] = kept
-        changed.append(_MORE_FIELDS)
-    return changed
+def _remove_references(body: dict[str, Any]) -> None:
+    """Remove references to engines, which only the proxy makes."""
+    for name in _REFERENCES:
+        body.pop(name, None)
+    # vLLM takes them out of this field as well.
+    more = body.get("vllm_xargs")
+    if isinstance(more, dict):
+        body["vllm_xargs"] = {n: v for n, v in more.items() if n not in _REFERENCES}
 
 
 def _passed_on(request: web.BaseRequest) -> dict[str, str]:
@@ -469,14 +442,14 @@ def error_answer(
 
 
 def sendable(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return headers of an answer, with the server's name and without half characters.
+    """Return headers that aiohttp can send, with the server's name.
 
-    Otherwise aiohttp sends its version and Python's, and refuses a text that is not
-    UTF-8.
+    Otherwise aiohttp sends its version and Python's.
     """
     texts = {
         name: value.encode(errors="surrogateescape").decode(errors="replace")
         for name, value in headers.items()
+        if not _CONTROLS.search(value)
     }
     return {"server": "kvwire"} | texts
 

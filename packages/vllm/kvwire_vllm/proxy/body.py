@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from kvwire.limits import KIB
 from kvwire.types import in_bytes
 from kvwire.wire.control import DECODE_ERRORS
 from kvwire_vllm.proxy.client import parser_text
@@ -21,11 +19,12 @@ from kvwire_vllm.proxy.limits import (
     PROXY_BODY_VALUES_MAX,
 )
 
-# A larger field is forwarded unchanged, without decoding and encoding it.
-_LARGE_BYTES: Final = 64 * KIB
 # How many of the PROXY_BODY_VALUES_MAX values each object or list counts as.
 _CONTAINER_VALUES: Final = 8
 _LENGTH_DIGITS: Final = 18
+
+
+T = TypeVar("T")
 
 
 class Refused(Exception):
@@ -101,27 +100,14 @@ def _check_head(request: web.BaseRequest, bytes_max: int, too_large: Refused) ->
         raise too_large
 
 
-def decoded(content: bytes) -> tuple[dict[str, Any], dict[str, msgspec.Raw]]:
-    """Decode a request; return its fields, and the raw bytes of the large ones.
+def decoded(content: bytes, kind: type[T]) -> T:
+    """Decode a body of JSON.
 
     NaN and lone surrogates are refused: Python's own decoder accepts them, but they
     cannot be encoded again for an engine.
     """
-    with expecting_json():
-        if len(content) < _LARGE_BYTES:
-            return msgspec.json.decode(content, type=dict[str, Any]), {}
-        fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-        body = {name: msgspec.json.decode(raw) for name, raw in fields.items()}
-        sizes = {name: memoryview(raw).nbytes for name, raw in fields.items()}
-    large = {name: raw for name, raw in fields.items() if sizes[name] > _LARGE_BYTES}
-    return body, large
-
-
-@contextlib.contextmanager
-def expecting_json() -> Iterator[None]:
-    """Refuse a body that is not JSON of the expected form."""
     try:
-        yield
+        return msgspec.json.decode(content, type=kind)
     except DECODE_ERRORS as exc:
         why = f"the body is not the expected JSON: {exc}"
         raise Refused(HTTPStatus.BAD_REQUEST, why) from None

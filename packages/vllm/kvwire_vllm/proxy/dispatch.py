@@ -86,8 +86,6 @@ class ClientRequest:
     # The headers for the engines.
     headers: Mapping[str, str] = field(default_factory=dict)
     since: float = 0.0  # arrival, on the fleet's clock
-    # The raw bytes of large fields, which are passed to engines unchanged.
-    large: Mapping[str, msgspec.Raw] = field(default_factory=dict)
     waits_for: str = "an engine"  # the event it is waiting for
     engines: tuple[str, ...] = ()  # URLs of its engines
     decode: VllmEngine | None = None  # the engine that answers
@@ -95,15 +93,6 @@ class ClientRequest:
     # first one is for requests that set no limit themselves.
     answer_tokens: int = 0
     answer_tokens_max: int = 0
-
-    def sent(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return a body for an engine, with large fields as the client sent them."""
-        kept = {
-            name: raw
-            for name, raw in self.large.items()
-            if name in body and body[name] is self.body.get(name)
-        }
-        return body | kept
 
 
 class Dispatcher:
@@ -310,7 +299,7 @@ class Dispatcher:
         """Let an engine compute a prompt; return where the KV is."""
         with engine.at_work():
             async with self._client.ask(
-                engine, asked.path, asked.headers, asked.sent(body)
+                engine, asked.path, asked.headers, body
             ) as response:
                 content = await response.body(PROXY_EVENT_BYTES_MAX)
         if response.is_failure:
@@ -351,7 +340,7 @@ class Dispatcher:
         asked.waits_for = "the first token"
         attempt.enter_context(engine.at_work())
         response = await attempt.enter_async_context(
-            self._client.ask(engine, asked.path, asked.headers, asked.sent(body))
+            self._client.ask(engine, asked.path, asked.headers, body)
         )
         if response.is_failure:
             raise _failure(response, await response.body(PROXY_EVENT_BYTES_MAX))

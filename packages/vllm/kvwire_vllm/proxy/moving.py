@@ -93,23 +93,26 @@ _EXACT: Final = frozenset(
     )
 )
 # A chat's fields instead of a prompt, and its newer name for max_tokens.
-_OF_CHATS: Final = (
-    "messages",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "max_completion_tokens",
+_OF_CHATS: Final = frozenset(
+    (
+        "messages",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template_kwargs",
+        "max_completion_tokens",
+    )
 )
 # Fields that have no effect once the answer has begun. Tools that the model must not
-# call only appear in the prompt.
-_DONE: Final = frozenset(
+# call only appear in the prompt. A chat may say false where a completion has a number.
+_DONE: Final = _OF_CHATS | frozenset(
     (
         "truncate_prompt_tokens",
         "truncation_side",
         "request_id",
         "tools",
         "tool_choice",
-        *_OF_CHATS,
+        "logprobs",
+        "top_logprobs",
     )
 )
 _ENDED: Final = "it has ended"
@@ -474,9 +477,6 @@ class MovableStream:
         body["prompt"] = [*self._prompt, *self._tokens]
         if type(body.get("min_tokens")) is int:
             body["min_tokens"] = max(0, body["min_tokens"] - done)
-        # A chat may say false, where a completion has a number.
-        body.pop("logprobs", None)
-        body.pop("top_logprobs", None)
         # The seed's random numbers so far are used up; the same ones must not come
         # again.
         if type(body.get("seed")) is int:

@@ -21,7 +21,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 from unittest.mock import Mock
 from urllib.parse import urlsplit
@@ -380,12 +380,18 @@ class Decoder:
         self.silent = -1  # the place of a token that has no text of its own
         self.details: dict[str, Any] = {}  # what else it says of an answer's usage
         self.thinks = False  # its parser says what of an answer is thought
+        self.line_end = b"\n"  # of its events
 
     async def __call__(self, body: dict[str, Any]) -> Said:
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode") or not body.get("stream"):
             return answer(200, {"choices": [{"text": "x"}]})
-        return 200, EVENTS, self.parts(body)
+        return 200, EVENTS, self.lines(body)
+
+    async def lines(self, body: dict[str, Any]) -> AsyncGenerator[bytes]:
+        async with aclosing(self.parts(body)) as parts:
+            async for part in parts:
+                yield part.replace(b"\n", self.line_end)
 
     async def step(self) -> None:
         """Make a token now and then, until this is cancelled."""
