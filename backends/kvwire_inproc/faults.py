@@ -169,7 +169,7 @@ class FaultyPipe(InprocPipe):
                 if frame is None or frame.judged:
                     return frame
                 frame.judged = True
-                self._apply(frame, *next(self._schedule))
+                self._befall(frame, *next(self._schedule))
             return None
 
     def outcome(self) -> PipeEnd | None:
@@ -192,7 +192,7 @@ class FaultyPipe(InprocPipe):
             timer.cancel()
         self._timers.clear()
 
-    def _apply(self, frame: PipeFrame, faults: Fault, where: float) -> None:
+    def _befall(self, frame: PipeFrame, faults: Fault, where: float) -> None:
         if Fault.KILL in faults:
             self.end(ConnectionLost("the link was killed by its fault plan"))
         elif Fault.STALL in faults:
@@ -206,7 +206,7 @@ class FaultyPipe(InprocPipe):
             if Fault.CORRUPT in faults:
                 _flip_bit(self._frames[0], where)
             if Fault.REORDER in faults:
-                self._hold_back(frame)
+                self._set_aside(frame)
             elif Fault.DELAY in faults:
                 self._delay()
 
@@ -224,7 +224,7 @@ class FaultyPipe(InprocPipe):
     def _resume(self) -> None:
         self._delaying = False
 
-    def _hold_back(self, frame: PipeFrame) -> None:
+    def _set_aside(self, frame: PipeFrame) -> None:
         self._frames.remove(frame)
         self._overtaken.append(frame)
         self._later(lambda: self._put_back(frame))

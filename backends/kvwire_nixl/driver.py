@@ -229,7 +229,7 @@ class NixlDriver:
             self._learn((peer.metadata,), peer.word)
             # With a note, so that another note is in flight if this half should end
             # soon.
-            self._read_marker(self._proofs.note(0))
+            self._post_word(self._proofs.note(0))
             self._moved_at = time.monotonic()
             while not self._ending and not self._word_is_there():
                 self._rest()
@@ -345,11 +345,11 @@ class NixlDriver:
             self._confirming = self._read
             self._read = []
             self._confirmed += len(self._confirming)
-            self._read_marker(self._proofs.note(self._confirmed))
+            self._post_word(self._proofs.note(self._confirmed))
             return True
         return False
 
-    def _read_marker(self, note: bytes = b"") -> None:
+    def _post_word(self, note: bytes = b"") -> None:
         assert self._word_handle is not None
         self._word_posted = True
         self._word_at = time.monotonic()

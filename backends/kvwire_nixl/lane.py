@@ -149,13 +149,13 @@ class NixlLane(Lane):
             await asyncio.shield(self._came_up)
             if self._ending:  # ended since the agent connected
                 raise BackendUnavailable("the lane was aborted")
-            self._use_agent()
+            self._be_up()
         except BaseException:
             self.abort()
             raise
         self._handler = handler
 
-    def _use_agent(self) -> None:
+    def _be_up(self) -> None:
         self._agent = self._driver.agent
         self._ranges = Ranges(self._agent)
         self._slots = NixlSlots(self._agent)

@@ -28,7 +28,7 @@ from kvwire_tcp.link import TcpLink
 from kvwire_tcp.listener import TcpListener
 from kvwire_tcp.options import address_from, findings, tune
 from kvwire_tcp.tls_wire import Buffers, TlsWire
-from kvwire_tcp.waiting import wait_opened
+from kvwire_tcp.waiting import hands_shaken
 from kvwire_tcp.wire import PlainWire, Wire
 
 # The most that the kernel allows; to a client, a full backlog looks like packet loss.
@@ -129,7 +129,7 @@ class TcpBackend(Backend):
         with contextlib.ExitStack() as undo:
             undo.enter_context(sock)
             wire = self._wire(sock, Role.CLIENT)
-            await wait_opened(wire, asyncio.get_running_loop())
+            await hands_shaken(wire, asyncio.get_running_loop())
             undo.pop_all()
         return wire, remote
 

@@ -256,14 +256,14 @@ class Duplex(ABC):
                     f"{self._remote} ended the connection prematurely, after {position}"
                 )
             )
-        elif self._shut or not self._wire.opened or self._sent_everything():
+        elif self._shut or not self._wire.opened or self._has_said_all():
             self._end(None)
         else:
             self._end_of_stream = True
             self._loop.remove_reader(self._sock)
             self.close()
 
-    def _sent_everything(self) -> bool:
+    def _has_said_all(self) -> bool:
         """Return whether everything is sent, including TLS's end of stream."""
         if self._closing or self._queue.nbytes:
             return False

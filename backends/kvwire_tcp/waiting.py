@@ -16,7 +16,7 @@ from kvwire_tcp.wire import Wire
 _T = TypeVar("_T")
 
 
-async def wait_opened(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
+async def hands_shaken(wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
     """Wait until the wire is open.
 
     Cancel safety: safe, but the wire cannot be used any more.

@@ -53,7 +53,7 @@ class Gets(NamedTuple):
         return self.there.size
 
 
-class GenerationGets(NamedTuple):
+class Looks(NamedTuple):
     """The gets that read a batch's generations.
 
     Attributes:
@@ -112,7 +112,7 @@ class WindowRanges:
         here = np.add.outer(batch.pieces_to, offsets_to).ravel()
         return _merged(ranges.ravel(), there.ravel(), here, run), good
 
-    def looks(self, entries: Array) -> GenerationGets:
+    def looks(self, entries: Array) -> Looks:
         """Return the gets for these entries of the table, which must be within it."""
         if not entries.size:
             return self._looks(entries, entries, entries)
@@ -134,7 +134,7 @@ class WindowRanges:
         places[order] = ordered - firsts[which] + starts[which]
         return self._looks(firsts, counts, places)
 
-    def _looks(self, firsts: Array, counts: Array, places: Array) -> GenerationGets:
+    def _looks(self, firsts: Array, counts: Array, places: Array) -> Looks:
         """Return the gets for ranges of the table, given by first entry and count."""
         ends = counts.cumsum(dtype=np.uint64)
         memory = np.empty(int(ends[-1]) if ends.size else 0, np.uint64)
@@ -145,7 +145,7 @@ class WindowRanges:
             here + (ends - counts) * _ENTRY,
             counts * _ENTRY,
         )
-        return GenerationGets(gets, memory, places)
+        return Looks(gets, memory, places)
 
     def _holding(self, there: Array, nbytes: np.uint64) -> tuple[Places, Bits]:
         """Return each address's range, and whether all its bytes are in that range."""

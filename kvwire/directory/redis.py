@@ -122,10 +122,10 @@ class RedisDirectory(Directory):
             )
             if message is not None:
                 return message
-            await self._test_channel(client, channel)
+            await self._stir(client, channel)
         raise TimeoutError(f"the server sent nothing for {2 * _SILENCE_S:g} s")
 
-    async def _test_channel(self, client: RedisClient, channel: PubSub) -> None:
+    async def _stir(self, client: RedisClient, channel: PubSub) -> None:
         """Publish a message on the channel, once the server has accepted a write.
 
         A working connection may lead to a server that is cut off: a replica whose

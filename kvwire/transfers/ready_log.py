@@ -167,9 +167,9 @@ class ReadyLog:
         if at_once:
             self.wake()
         elif wait is None:
-            self._conditions_met(parts, "")
+            self._came_true(parts, "")
         else:
-            wait(lambda failure: self._conditions_met(parts, failure))
+            wait(lambda failure: self._came_true(parts, failure))
 
     def _prepare(self, after: Any) -> Wait:
         """Return a function that waits for ``after``; see EventWaiter."""
@@ -226,7 +226,7 @@ class ReadyLog:
         if self._encode is not None:
             self._encode = _nothing
 
-    def _conditions_met(self, parts: list[list[ReadyRange]], failure: Failure) -> None:
+    def _came_true(self, parts: list[list[ReadyRange]], failure: Failure) -> None:
         for part in parts:
             if failure or self._encode is None:
                 self._arrived(part, failure)

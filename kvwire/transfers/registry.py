@@ -71,7 +71,7 @@ class Answer(enum.Enum):
     """
 
 
-class WaitingRequest(NamedTuple):
+class Question(NamedTuple):
     """A peer's request for a transfer, while it waits for the answer.
 
     Attributes:
@@ -90,7 +90,7 @@ class WaitingRequest(NamedTuple):
         return len(self.event.description) + WAITING_RECORD_BYTES
 
 
-class Tombstone(NamedTuple):
+class Past(NamedTuple):
     """Remembers how a use of a name ended, for peers that may not know yet.
 
     Attributes:
@@ -109,9 +109,7 @@ class Tombstone(NamedTuple):
     known: frozenset[bytes]
 
 
-_UNKNOWN: Final = Tombstone(
-    WireCode.OTHER, "nothing is known about it", b"", 0, frozenset()
-)
+_UNKNOWN: Final = Past(WireCode.OTHER, "nothing is known about it", b"", 0, frozenset())
 
 
 class Slot:
@@ -127,7 +125,7 @@ class Slot:
 
     def __init__(self) -> None:
         self.end: Transfer | None = None
-        self.asked: dict[RequestRecord, WaitingRequest] = {}
+        self.asked: dict[RequestRecord, Question] = {}
         self.owed: list[Leg] = []
 
 
@@ -145,7 +143,7 @@ class TransferRegistry:
         # By (name, b""), and by (name, peer's end) for ends that were sent the reason:
         # such an end asks again if its link is lost before the reason arrives. Oldest
         # first.
-        self._past: OrderedDict[tuple[Key, bytes], Tombstone] = OrderedDict()
+        self._past: OrderedDict[tuple[Key, bytes], Past] = OrderedDict()
         # The bytes of waiting questions, by connection.
         self._waiting_bytes: Counter[ConnectionPort] = Counter()
         # The owed legs in all slots, as an ordered set.
@@ -260,9 +258,7 @@ class TransferRegistry:
         known = frozenset(leg.peer_id for leg in end._legs if leg.state in UNNOTIFIED)
         code = _code_of(cause)
         unseen = end._peers - len(end._legs)
-        self._remember(
-            key, Tombstone(code, str(cause), end._endpoint_id, unseen, known)
-        )
+        self._remember(key, Past(code, str(cause), end._endpoint_id, unseen, known))
         self._ask_again(key)
 
     def _take_on(self, end: Transfer) -> None:
@@ -336,7 +332,7 @@ class TransferRegistry:
 
     def _let_wait(self, key: Key, link: ConnectionPort, event: TransferOpened) -> None:
         """Let a peer wait for an answer, if there is room for its description."""
-        question = WaitingRequest(key, link, event)
+        question = Question(key, link, event)
         waiting = self._waiting_bytes
         ours = waiting[link] + question.nbytes
         everyones = waiting.total() + question.nbytes
@@ -358,7 +354,7 @@ class TransferRegistry:
         slot.asked[event.request] = question
         event.request.context = question
 
-    def _waits_no_more(self, question: WaitingRequest) -> None:
+    def _waits_no_more(self, question: Question) -> None:
         """Subtract a question, taken out of its slot, from the waiting bytes."""
         question.event.request.context = None
         self._waiting_bytes[question.link] -= question.nbytes
@@ -368,7 +364,7 @@ class TransferRegistry:
     def request_over(self, request: RequestRecord, link: ConnectionPort) -> None:
         """Remove a question after a refusal, or because its peer gave up or is gone."""
         question = request.context
-        if isinstance(question, WaitingRequest):
+        if isinstance(question, Question):
             del self._slots[question.key].asked[request]
             self._waits_no_more(question)
             self._tidy(question.key)
@@ -396,7 +392,7 @@ class TransferRegistry:
 
     # --- what has ended ---------------------------------------------------------------
 
-    def _ended(self, key: Key, offer: TransferOffer) -> Tombstone | None:
+    def _ended(self, key: Key, offer: TransferOffer) -> Past | None:
         """Return how a requested transfer ended; None if it has not ended.
 
         If a peer was sent the reason, but its link was lost before the reason arrived,
@@ -420,7 +416,7 @@ class TransferRegistry:
             self._keep((key, offer.endpoint_id), past)
         return past
 
-    def _last_use(self, key: Key, offer: TransferOffer) -> Tombstone | None:
+    def _last_use(self, key: Key, offer: TransferOffer) -> Past | None:
         """Return how a name's last use ended, if a peer requests that use.
 
         A peer that had never requested it gets the reason once. Its next request goes
@@ -432,13 +428,13 @@ class TransferRegistry:
         met = offer.endpoint_id in past.known or offer.peer_id == past.endpoint_id
         return past if met or (past.unseen and not offer.peer_id) else None
 
-    def _remember(self, key: Key, past: Tombstone) -> None:
+    def _remember(self, key: Key, past: Past) -> None:
         """Keep the last use of a name as long as a peer may request it."""
         self._past.pop((key, b""), None)
         if past.unseen or past.known:
             self._keep((key, b""), past)
 
-    def _keep(self, what: tuple[Key, bytes], past: Tombstone) -> None:
+    def _keep(self, what: tuple[Key, bytes], past: Past) -> None:
         self._past[what] = past  # bounded: TOMBSTONES_MAX
         if len(self._past) > TOMBSTONES_MAX:
             self._past.popitem(last=False)

@@ -27,7 +27,7 @@ from kvwire.store.server.served import ServedStore
 from kvwire.store.tier_stack import TierStack
 from kvwire.transfers.leg import Leg
 from kvwire.transfers.outgoing import SendFlow
-from kvwire.transfers.registry import TransferRegistry, TransferServices, WaitingRequest
+from kvwire.transfers.registry import Question, TransferRegistry, TransferServices
 from kvwire.transfers.state import OFF_LINK
 
 # --- a communicator -------------------------------------------------------------------
@@ -171,7 +171,7 @@ def half(of: kvwire.Incoming) -> bytes:
     return of._offer(of._legs[0].peer_id).encode()
 
 
-def questions(of: kvwire.Communicator) -> list[WaitingRequest]:
+def questions(of: kvwire.Communicator) -> list[Question]:
     """What peers ask for and wait for, by name."""
     slots = registry(of)._slots.values()
     return [question for slot in slots for question in slot.asked.values()]

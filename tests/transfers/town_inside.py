@@ -12,7 +12,7 @@ import numpy as np
 from kvwire.errors import ClosedOK
 from kvwire.kv.fragments import Fragments
 from kvwire.transfers.offer import TransferOffer
-from kvwire.transfers.registry import Answer, WaitingRequest, answer_of
+from kvwire.transfers.registry import Answer, Question, answer_of
 from kvwire.transfers.state import OVER, LegState
 from tests.support import inside
 
@@ -156,7 +156,7 @@ class Inside:
         assert all(end._outcome is None for end in registry.live)
 
     @staticmethod
-    def _check_question(registry: Any, slot: Any, question: WaitingRequest) -> None:
+    def _check_question(registry: Any, slot: Any, question: Question) -> None:
         """It waits only where nobody is named, or can answer only later."""
         offer = TransferOffer.decode(question.event.description)
         if any(leg.peer_id == offer.endpoint_id for leg in slot.owed):

@@ -3,154 +3,163 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import time
-from contextlib import AsyncExitStack
+from contextlib import closing
+from typing import Any, Final
 
 import numpy as np
 
-from kvwire.cli.bench.operations import GET, SETUP, OpsWork
-from kvwire.cli.bench.side import (
-    HOST,
-    Bench,
-    Seconds,
-    digest,
-    each_timed,
-    fill,
-    setups_timed,
-)
-from kvwire.limits import KIB
+from kvwire.cli.bench.line import HOST, Line, Seconds, each_timed, turns
+from kvwire.cli.bench.work import CONNECT, GET, PULL, ROUND_TRIP, SEND, Work, digest
 
-_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_BYTE: Final = b"!"
+_FROM_RIGHT: Final = (PULL, GET)
 
 
-async def streams(b: Bench) -> None:
-    """Run asyncio's bare streams: a round trip and nothing else.
+# --- streams: one operation after the other -------------------------------------------
 
-    In a setup they connect, and get all bytes of a transfer as the answer to one byte.
+
+async def streams_left(line: Line, options: dict[str, Any]) -> None:
+    """Do each operation as one request of bytes and its answer, or as a write.
+
     This is the minimum: no handshake beyond TCP's, no plan, no checksum.
     """
-    async with AsyncExitStack() as opened:
-        ball = Ball()
-        if b.left:
-            ball.port = await b.receive()
-            ball.streams = await ball.connect()
-            opened.callback(ball.streams[1].close)
+    where = HOST, options["address"]
+    reader, writer = await asyncio.open_connection(*where)
+    await line.send({"facts": {}})
+
+    async def connect(_: int) -> asyncio.StreamWriter:
+        return (await asyncio.open_connection(*where))[1]
+
+    async def close(made: asyncio.StreamWriter) -> None:
+        made.close()
+        await made.wait_closed()
+
+    async for turn in turns(line):
+        request, nbytes = _exchange(turn.work)
+
+        async def ask(_: int, request: bytes = request, nbytes: int = nbytes) -> None:
+            writer.write(request)
+            if nbytes:
+                await reader.readexactly(nbytes)
+            else:
+                await writer.drain()
+
+        began_s = time.process_time()
+        if turn.work.verb == CONNECT:
+            seconds = await each_timed(turn.work.count, connect, close)
         else:
-            server = await asyncio.start_server(ball.answer, HOST, 0)
-            opened.callback(server.close)
-            await b.send(server.sockets[0].getsockname()[1])
-        async for work in b.works(OpsWork):
-            ball.data = os.urandom(work.nbytes)
-            ball.setup = work.verb == SETUP
-            async with b.clock():
-                seconds = await ball.move(b, work)
-            await b.report(seconds, digest(ball.data))
+            seconds = await each_timed(turn.work.count, ask)
+        cpu_s = time.process_time() - began_s
+        await line.send({"seconds": seconds, "cpu_s": cpu_s, "digest": ""})
+    writer.close()
 
 
-class Ball:
-    """The bytes that travel back and forth, as they last arrived."""
-
-    data: bytes
-    setup: bool
-    # Used on the left side.
-    port: int
-    streams: _Streams
-
-    async def move(self, b: Bench, work: OpsWork) -> Seconds:
-        if not b.left:
-            await b.send()
-            return ()
-        await b.receive()  # the other side has its bytes
-        if self.setup:
-            return await setups_timed(work.count, self.connect, self.fetch, self.close)
-        return await each_timed(work.count, self.there_and_back)
-
-    async def connect(self) -> _Streams:
-        return await asyncio.open_connection(HOST, self.port)
-
-    async def close(self, streams: _Streams) -> None:
-        streams[1].close()
-        await streams[1].wait_closed()
-
-    async def there_and_back(self, _: int) -> None:
-        reader, writer = self.streams
-        writer.write(self.data)
-        self.data = await reader.readexactly(len(self.data))
-
-    async def fetch(self, streams: _Streams) -> None:
-        streams[1].write(b"!")
-        self.data = await streams[0].readexactly(len(self.data))
-
-    async def answer(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        """Right side: send back each message, or answer with a transfer's bytes."""
-        while received := await reader.read(KIB):
-            if not self.setup:
-                self.data = received
-            writer.write(self.data)
-        writer.close()
+async def streams_right(line: Line, options: dict[str, Any]) -> None:
+    """Answer each request; see :func:`streams_left`."""
+    accepted: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
+        asyncio.Queue()
+    )
+    server = await asyncio.start_server(lambda *new: accepted.put_nowait(new), HOST, 0)
+    await line.send({"address": server.sockets[0].getsockname()[1], "facts": {}})
+    reader, writer = await accepted.get()
+    async for turn in turns(line):
+        request, nbytes = _exchange(turn.work)
+        answer = bytes(nbytes)
+        began_s = time.process_time()
+        await line.send({"offer": ""})
+        for _ in range(0 if turn.work.verb == CONNECT else turn.work.count):
+            await reader.readexactly(len(request))
+            writer.write(answer)
+        await line.receive()
+        cpu_s = time.process_time() - began_s
+        while not accepted.empty():
+            accepted.get_nowait()[1].close()
+        await line.send({"cpu_s": cpu_s, "digest": ""})
+    writer.close()
+    server.close()
 
 
-async def sockets(b: Bench) -> None:
-    """Run bare blocking sockets, as fast as one stream can be in Python.
-
-    The receiving side rotates through as many buffers as other contenders have
-    operations in flight. A single buffer would stay in the CPU cache and be
-    unrealistically fast.
-    """
-    with await connected(b) as sock:
-        # Allocated once, so that no round has to fault them in.
-        made: dict[tuple[int, int], list[memoryview]] = {}
-        async for work in b.works(OpsWork):
-            key = work.nbytes, work.in_flight
-            parts = made.get(key) or made.setdefault(
-                key, [memoryview(bytearray(work.nbytes)) for _ in range(key[1])]
-            )
-            sent = [parts[0]] * work.count
-            received = [parts[at % work.in_flight] for at in range(work.count)]
-            if b.checks:
-                await fill(parts[0])
-            async with b.clock():
-                seconds = await stream(b, sock, work.verb == GET, sent, received)
-            await b.report(seconds, digest(parts[0]) if b.checks else "")
+def _exchange(work: Work) -> tuple[bytes, int]:
+    """Return the request of an operation, and how many bytes the answer has."""
+    data = bytes(work.nbytes)
+    if work.verb in _FROM_RIGHT:
+        return _BYTE, work.nbytes
+    if work.verb == SEND:
+        return data, 0
+    return data, work.nbytes if work.verb == ROUND_TRIP else len(_BYTE)
 
 
-async def connected(b: Bench) -> socket.socket:
-    """Connect the two sides with a blocking socket."""
-    if b.left:
-        return socket.create_connection((HOST, await b.receive()))
+# --- sockets: a round's bytes in one stream -------------------------------------------
+
+
+async def sockets_left(line: Line, options: dict[str, Any]) -> None:
+    """Move all bytes by blocking calls, as fast as one stream can be in Python."""
+    with socket.create_connection((HOST, options["address"])) as sock:
+        await line.send({"facts": {}})
+        await _stream(line, sock, is_left=True)
+
+
+async def sockets_right(line: Line, options: dict[str, Any]) -> None:
+    """See :func:`sockets_left`."""
     with socket.create_server((HOST, 0)) as listener:
-        await b.send(listener.getsockname()[1])
-        return listener.accept()[0]
+        await line.send({"address": listener.getsockname()[1], "facts": {}})
+        with closing(listener.accept()[0]) as sock:
+            await _stream(line, sock, is_left=False)
 
 
-async def stream(
-    b: Bench,
-    sock: socket.socket,
-    to_left: bool,
-    sent: list[memoryview],
-    received: list[memoryview],
+async def _stream(line: Line, sock: socket.socket, *, is_left: bool) -> None:
+    """Do each round.
+
+    The receiving side rotates through as many buffers as kvwire has operations in
+    flight. A single buffer would stay in the CPU cache and be unrealistically fast.
+    """
+    rooms: dict[tuple[int, int], list[memoryview]] = {}
+    async for turn in turns(line):
+        work = turn.work
+        key = work.nbytes, work.in_flight
+        if key not in rooms:
+            # Allocated once, so that no round has to fault them in.
+            rooms[key] = [memoryview(bytearray(work.nbytes)) for _ in range(key[1])]
+        parts = rooms[key]
+        receives = is_left == (work.verb in _FROM_RIGHT)
+        if turn.checks and not receives:
+            parts[0][:] = np.random.default_rng().bytes(work.nbytes)
+        began_s = time.process_time()
+        if not is_left:
+            await line.send({"offer": ""})
+        seconds = _move(sock, work, parts, receives=receives)
+        if not is_left:
+            await line.receive()
+        cpu_s = time.process_time() - began_s
+        # Of the part that arrived last.
+        last = parts[(work.count - 1) % work.in_flight if receives else 0]
+        found = digest(last) if turn.checks else ""
+        await line.send({"seconds": seconds, "cpu_s": cpu_s, "digest": found})
+
+
+def _move(
+    sock: socket.socket, work: Work, parts: list[memoryview], *, receives: bool
 ) -> Seconds:
-    """Send all parts from one side to the other; the left side measures the time."""
-    if b.left:
-        await b.receive()
-    else:
-        await b.send()
+    """Send or receive a round's bytes; a byte asks for them, or says they are there."""
+    asks = work.verb in _FROM_RIGHT
+    signal = memoryview(bytearray(_BYTE))
     began = time.perf_counter()
-    if b.left == to_left:
-        for part in received:
-            receive_into(sock, part)
+    if receives:
+        if asks:
+            sock.sendall(signal)
+        for number in range(work.count):
+            receive_into(sock, parts[number % work.in_flight])
+        if not asks:
+            sock.sendall(signal)
     else:
-        for part in sent:
-            sock.sendall(part)
-    if not to_left:  # wait for a byte, which shows that everything has arrived
-        if b.left:
-            receive_into(sock, memoryview(bytearray(1)))
-        else:
-            sock.sendall(b"!")
+        if asks:
+            receive_into(sock, signal)
+        for _ in range(work.count):
+            sock.sendall(parts[0])
+        if not asks:
+            receive_into(sock, signal)
     return [time.perf_counter() - began]
 
 
@@ -168,20 +177,20 @@ def receive_into(source: socket.socket, part: memoryview) -> None:
         have += count
 
 
-async def memcpy(b: Bench) -> None:
+# --- memcpy ---------------------------------------------------------------------------
+
+
+async def memcpy(line: Line, options: dict[str, Any]) -> None:
     """Copy the same number of contiguous bytes: the most that memory allows."""
     source = sink = np.zeros(0, np.uint8)
-    b.facts["numpy"] = np.__version__
-    async for work in b.works(OpsWork):
-        if source.size != work.moved_bytes:
+    await line.send({"facts": {"numpy": np.__version__}})
+    async for turn in turns(line):
+        if source.size != turn.work.moved_bytes:
             # Written to first, so that timing includes no page faults.
-            source, sink = (np.ones(work.moved_bytes, np.uint8) for _ in range(2))
-        if b.checks:
-            await fill(source)
-        async with b.clock():
-            began = time.perf_counter()
-            np.copyto(sink, source)
-            seconds = time.perf_counter() - began
-        if b.checks and not np.array_equal(source, sink):
-            raise RuntimeError("the copied bytes differ from the source")
-        await b.report([seconds])
+            source, sink = (np.ones(turn.work.moved_bytes, np.uint8) for _ in range(2))
+        began_s = time.process_time()
+        began = time.perf_counter()
+        np.copyto(sink, source)
+        seconds = [time.perf_counter() - began]
+        cpu_s = time.process_time() - began_s
+        await line.send({"seconds": seconds, "cpu_s": cpu_s, "digest": ""})

@@ -8,12 +8,10 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
-from cyclopts import Parameter
-from cyclopts.validators import Number
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.progress import Progress
@@ -21,118 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 import kvwire
-from kvwire.backend import registry
-from kvwire.cli.bench.turns import (
-    Benchmark,
-    CaseResult,
-    Findings,
-    compare,
-    steps,
-    take_turns,
-)
-
-
-def within(low: int, high: int, *, consume_multiple: bool = False) -> Parameter:
-    """Return an option's parameter: a number from ``low`` to ``high``."""
-    limits = Number(gte=low, lte=high)
-    return Parameter(validator=limits, consume_multiple=consume_multiple)
-
-
-Loop = Literal["uvloop", "asyncio"]
-Rounds = Annotated[int, within(1, 10_000)]
-Mebibytes = Annotated[int, within(1, 4096)]
-# "-" is a file name here, not an option.
-Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
+from kvwire.cli.bench.turns import Benchmark, CaseResult, Findings, compare
 
 # The maximum width, also for a file or a pipe; a narrower screen keeps numbers whole.
 WIDTH: Final = 80
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Common:
-    """Options that every benchmark has.
-
-    Attributes:
-        loop: The event loop of kvwire, and of bare streams beside it.
-        json: Write every sample, with versions, settings and load, to this file; -
-            means standard output.
-        beside: Adds other contenders; not a command-line option.
-    """
-
-    loop: Loop = "uvloop"
-    json: Output = None
-    beside: Annotated[Callable[[Benchmark], Benchmark], Parameter(parse=False)] = (
-        lambda benchmark: benchmark
-    )
-
-    def run(self, benchmark: Benchmark, **settings: Any) -> int:
-        """Measure a benchmark and show the results; return 1 if kvwire failed.
-
-        The JSON document contains the command's arguments as settings; ``rounds`` is
-        one of them.
-        """
-        benchmark = self.beside(benchmark)
-        rounds = settings["rounds"]
-        with progress_bar(steps(benchmark, rounds)) as progress:
-            measured = take_turns(benchmark, rounds, progress)
-        found = [row for one in measured for row in benchmark.split(one)]
-        show(
-            Group(
-                render(benchmark, found),
-                *lines_below(benchmark, found),
-                *benchmark.below(found),
-            ),
-            lambda: document(benchmark, found, {**settings, "loop": self.loop}),
-            json=self.json,
-        )
-        ours = ((row, one.name) for row in found for one in row.case.ours)
-        return int(any(name in row.failures for row, name in ours))
-
-
-COMMON: Final = Common()
-
-
 def short(value: float) -> str:
     """Format a number with at least three digits, in four characters up to 9999."""
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
-
-
-def between_processes() -> list[str]:
-    """Return the transports that join two processes."""
-    return [name for name in registry.names() if name != "inproc"]
-
-
-def require_known(transports: list[str]) -> list[str]:
-    """Raise if a transport is not installed, or does not join two processes."""
-    known = between_processes()
-    for name in transports:
-        if name not in known:
-            why = "joins two loops of one process, and this benchmark runs two"
-            raise kvwire.UsageError(
-                f"--transport {name}: "
-                f"{why if name == 'inproc' else 'no such backend is installed'}; "
-                f"choose one of {', '.join(known)}"
-            )
-    return transports
-
-
-def require_able(transports: list[str]) -> list[str]:
-    """Raise if a transport is unknown, or cannot run here."""
-    for name in require_known(transports):
-        if why := why_unable(name):
-            raise kvwire.BackendUnavailable(f"--transport {name}: {why}")
-    return transports
-
-
-def why_unable(transport: str) -> str:
-    """Return why an installed backend cannot run here; "" if it can."""
-    found = registry.availability(transport)
-    why = "; ".join(filter(None, (found.reason, found.remedy)))
-    return "" if found.available else why or "it cannot run here"
-
-
-# --- the table ------------------------------------------------------------------------
 
 
 def new_table(title: str | None, *columns: str) -> Table:
@@ -152,15 +47,20 @@ def new_table(title: str | None, *columns: str) -> Table:
 
 
 def render(benchmark: Benchmark, findings: Findings) -> RenderableType:
-    """Make a table for each group, or several tables if one is too wide."""
+    """Make a table for each group and placement, and lines below all of them."""
     parts: list[RenderableType] = []
-    for group in dict.fromkeys(f.case.group for f in findings):
-        rows = [f for f in findings if f.case.group == group and f.samples]
-        title = " ".join(filter(None, ("kvwire bench", benchmark.name, group)))
+    for both in dict.fromkeys((f.case.group, f.case.placement) for f in findings):
+        rows = [f for f in findings if (f.case.group, f.case.placement) == both]
+        rows = [row for row in rows if row.samples]
+        title = " ".join(filter(None, ("kvwire bench", benchmark.name, both[0])))
+        title = ", ".join(filter(None, (title, both[1])))
         for table in _tables(rows) if rows else ():
             parts += [Text(title), table, Text()]
-    head = "Medians; after a rate, both sides' CPU s/GiB; after a time, its p99."
-    return Group(*parts, Text(head))
+    head = (
+        "Medians; after a rate, both sides' CPU s/GiB; after a time, its p99 or the "
+        "CPU us of each side."
+    )
+    return Group(*parts, Text(head), *_lines_below(benchmark, findings))
 
 
 def _tables(rows: Findings) -> Iterator[Table]:
@@ -199,10 +99,13 @@ def _cell(row: CaseResult, name: str) -> str:
     shown = short(samples.median * unit.scale)
     if not unit.is_time:
         return f"{shown} {short(samples.cpu_s_per_gib):>4}"
-    return f"{shown} {short(samples.p99 * unit.scale)}" if row.case.tail else shown
+    if row.case.tail:
+        return f"{shown} {short(samples.p99 * unit.scale)}"
+    each = (1e6 * cpu_s / len(samples.rounds[0]) for cpu_s in samples.sides_cpu_s)
+    return f"{shown} {'+'.join(f'{us:.0f}' for us in each)}"
 
 
-def lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
+def _lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
     """Yield notes, failures with their reasons, and missing contenders."""
     yield from map(Text, benchmark.notes)
     places: dict[tuple[str, str], list[str]] = {}
@@ -245,20 +148,20 @@ def document(
             facts.setdefault(name, {}).update(found)
     return {
         **head(benchmark.name, settings),
-        "cases": [row_of(finding) for finding in findings],
+        "cases": [_row_of(finding) for finding in findings],
         "contenders": {name: facts.get(name, {}) for name in everybody},
         "missing": [asdict(absent) for absent in benchmark.missing],
         "notes": list(benchmark.notes),
-        **benchmark.more(findings),
     }
 
 
-def row_of(finding: CaseResult) -> dict[str, Any]:
-    """Return all measurements of a case."""
+def _row_of(finding: CaseResult) -> dict[str, Any]:
     case = finding.case
     return {
         "name": case.name,
         "group": case.group,
+        "placement": case.placement,
+        "cpus": list(case.cpus),
         "work": asdict(case.work),
         "unit": "s" if case.unit.is_time else "B/s",
         **asdict(compare(finding)),

@@ -10,16 +10,14 @@ before its next case.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from statistics import median
 from typing import Any
 
-from rich.console import RenderableType
-
-from kvwire.cli.bench.pair import Contender, Pair
-from kvwire.cli.bench.side import BenchError
+from kvwire.cli.bench.pair import BenchError, Contender, Pair
+from kvwire.cli.bench.work import Work
 from kvwire.limits import GIB
 
 
@@ -36,7 +34,6 @@ class Unit:
     is_time: bool = True
 
 
-MILLISECONDS = Unit("ms", 1e3)
 MICROSECONDS = Unit("us", 1e6)
 GIGABYTES_PER_SECOND = Unit("GB/s", 1e-9, is_time=False)
 
@@ -46,8 +43,7 @@ class Case:
     """One row: compares the first of ``ours`` with the best of ``beside``."""
 
     name: str
-    # An instance of a subclass of Work.
-    work: Any
+    work: Work
     unit: Unit
     ours: Sequence[Contender]
     beside: Sequence[Contender] = ()
@@ -55,6 +51,9 @@ class Case:
     tail: bool = False
     # The common part of rows that are shown together.
     group: str = ""
+    # Where the two processes are, and the CPU of each; none for any.
+    placement: str = ""
+    cpus: Sequence[int] = ()
 
     @property
     def contenders(self) -> list[Contender]:
@@ -104,13 +103,13 @@ class Samples:
 
     @property
     def sides_cpu_s(self) -> list[float]:
-        """The CPU seconds of each side: the median of the rounds."""
+        """The CPU seconds of each side in a round: the median of the rounds."""
         return [median(side) for side in zip(*self.cpu_s, strict=True)]
 
     @property
     def cpu_s_per_gib(self) -> float:
         """Both sides' CPU seconds per GiB moved: the median of the rounds."""
-        return median(map(sum, self.cpu_s)) * GIB / self.moved_bytes
+        return median(map(sum, self.cpu_s)) * GIB / max(1, self.moved_bytes)
 
     def document(self) -> dict[str, Any]:
         """Return all results; mad is the median absolute deviation from the median."""
@@ -123,10 +122,8 @@ class Samples:
             "mad": median(abs(value - middle) for value in values),
             "low": min(values),
             "high": max(values),
+            "sides_cpu_s": self.sides_cpu_s,
             "cpu_s_per_gib": self.cpu_s_per_gib,
-            "sides_cpu_s_per_gib": [
-                cpu_s * GIB / self.moved_bytes for cpu_s in self.sides_cpu_s
-            ],
             "rounds": [list(values) for values in self.rounds],
         }
 
@@ -140,16 +137,6 @@ class CaseResult:
     failures: dict[str, str] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def part(
-        self, name: str, part: Callable[[Sequence[float]], Sequence[float]]
-    ) -> CaseResult:
-        """Return a separate row for one part of each round's values."""
-        samples = {
-            who: replace(these, rounds=list(map(part, these.rounds)))
-            for who, these in self.samples.items()
-        }
-        return replace(self, case=replace(self.case, name=name), samples=samples)
-
 
 Findings = Sequence[CaseResult]
 
@@ -162,11 +149,6 @@ class Benchmark:
     cases: Sequence[Case]
     missing: Sequence[Missing] = ()
     notes: Sequence[str] = ()
-    # Splits one case into several rows.
-    split: Callable[[CaseResult], Findings] = lambda found: [found]
-    # Makes the output below the table, and more keys for the document.
-    below: Callable[[Findings], Sequence[RenderableType]] = lambda _: ()
-    more: Callable[[Findings], Mapping[str, Any]] = lambda _: {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +231,15 @@ def _take_turn(
     """Let a contender do its work once; in an uncounted round, check it first."""
     name = contender.name
     work = finding.case.work
+    cpus = finding.case.cpus
     try:
         pair = pairs[contender] = pairs.get(contender) or _start(contender)
         if isinstance(pair, BenchError):
             raise pair
         finding.facts[name] = pair.facts
         if not counts:
-            pair.round(work, checks=True)
-        sample = pair.round(work)
+            pair.turn(work, checks=True, cpus=cpus)
+        sample = pair.turn(work, cpus=cpus)
     except BenchError as exc:
         pair = pairs[contender]
         if isinstance(pair, Pair):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -14,11 +13,11 @@ from cyclopts.validators import Number
 
 import kvwire
 from kvwire import Address, Config, UsageError
-from kvwire.cli.bench.peer import attend_at
 from kvwire.cli.console import console, show
 from kvwire.cli.doctor.checks import HostFiles
 from kvwire.cli.doctor.examination import Examination, examine
-from kvwire.cli.doctor.peer import PROFILE, DoctorBench, PeerReport, examine_peer
+from kvwire.cli.doctor.peer import PROFILE, PeerReport, examine_peer
+from kvwire.cli.doctor.peer import listen as listen_to_peers
 from kvwire.cli.doctor.screen import COLUMNS_MAX, fitting, written
 
 # The status if a requirement is missing, or a measurement has failed.
@@ -88,12 +87,11 @@ def _progress(line: str) -> None:
 async def _listen(
     config: Config, address: Address, found: Examination, json: bool
 ) -> None:
-    def ended(b: DoctorBench) -> None:
-        if b.given is not None:
-            _show(b.given, json)
-
-    made = partial(DoctorBench, examination=found)
-    await attend_at(address, config, PROFILE, made, ended)
+    profile = {**config.profile, **PROFILE}
+    async with kvwire.open(config, profile=profile) as communicator:
+        where = await communicator.listen(address)
+        console(stderr=True).print(f"listening on {where}; Ctrl-C ends")
+        await listen_to_peers(communicator, found, lambda given: _show(given, json))
 
 
 async def _ask_peer(config: Config, address: Address, found: Examination) -> PeerReport:

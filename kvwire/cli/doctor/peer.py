@@ -1,10 +1,10 @@
-"""Two doctors: one serves like ``kvwire bench serve``, the other measures with it.
+"""Two doctors: one listens, the other one measures with it.
 
 ``kvwire doctor --peer`` measures like ``kvwire bench --peer`` (see
-:mod:`kvwire.cli.bench.peer`): round trip, put and get, with every byte compared. It is
+:mod:`kvwire.cli.bench.hosts`): round trip, put and get, with every byte compared. It is
 small and bounded: it shows whether a path works, not which of two paths is faster. A
 doctor that listens also sends the examination of its host, and receives the other's
-report. Its profile identifies it as a doctor; other servers are not measured.
+report. Its profile identifies it as a doctor; other peers are not measured.
 """
 
 from __future__ import annotations
@@ -12,29 +12,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, Final, Literal
 
 import msgspec
 
-from kvwire import Communicator, ConnectError, Connection, KVWireError
-from kvwire.cli.bench import operations as bench
-from kvwire.cli.bench.operations import (
-    ROUND_TRIP,
-    ConnectionChannel,
-    Ends,
-    OpsWork,
-    serves,
-)
-from kvwire.cli.bench.peer import ServedBench
-from kvwire.cli.bench.side import Bench, Drive, driven
+from kvwire import Communicator, ConnectError, KVWireError
+from kvwire.cli.bench.hosts import ConnectionLine, ask, attend
+from kvwire.cli.bench.line import Line, Turn
+from kvwire.cli.bench.sides import Left
+from kvwire.cli.bench.work import GET, PUT, ROUND_TRIP, Work
 from kvwire.cli.doctor.examination import Examination
 from kvwire.limits import KIB, MIB
 from kvwire.types import Address, Candidate
 
-PROFILE: Final = {"kvwire.doctor": "1", **bench.PROFILE}
+PROFILE: Final = {"kvwire.doctor": "1"}
 
 # The bytes of one pass in each direction: enough that startup costs little, and little
 # enough for any host's memory.
@@ -42,7 +35,6 @@ PASS_BYTES: Final = 64 * MIB
 # The fragment sizes of one block and layer: small models, large ones, cross-layer
 # blocks.
 FRAGMENT_BYTES: Final = (4 * KIB, 32 * KIB, 1 * MIB)
-VERBS: Final[tuple[Literal["get", "put"], ...]] = ("get", "put")
 # How many passes the median is taken from; fewer on a slow wire, which would take
 # minutes.
 _PASSES: Final = 3
@@ -103,26 +95,33 @@ class PeerReport:
 # --- the doctor that listens ----------------------------------------------------------
 
 
-class DoctorBench(ServedBench):
-    """Serves one connection of a doctor that listens."""
+def works() -> list[Work]:
+    """Return everything that is measured, in this order."""
+    passes = [
+        Work(
+            verb=verb,
+            nbytes=PASS_BYTES,
+            count=1,
+            layers=1,
+            blocks=PASS_BYTES // size,
+        )
+        for size in FRAGMENT_BYTES
+        for verb in (GET, PUT)
+    ]
+    return [*passes, Work(verb=ROUND_TRIP, nbytes=_ECHO_BYTES, count=_ECHOES)]
 
-    # The peer's report, if it sent one.
-    given: PeerReport | None = None
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        connection: Connection,
-        examination: Examination,
-    ) -> None:
-        super().__init__(communicator, connection, 2 * PASS_BYTES)
-        self.facts["examination"] = msgspec.to_builtins(examination)
+async def listen(
+    communicator: Communicator,
+    examination: Examination,
+    reported: Callable[[PeerReport], None],
+) -> None:
+    """Serve other doctors until the communicator is closed; pass their reports on."""
 
-    async def receive(self) -> Any:
-        """Wait for the peer's next message, and keep its report."""
-        while isinstance(found := await super().receive(), dict) and "report" in found:
-            self.given = msgspec.convert(found["report"], PeerReport)
-        return found
+    def heard(value: object) -> None:
+        reported(msgspec.convert(value, PeerReport))
+
+    await attend(communicator, works(), examination, heard)
 
 
 # --- the doctor that measures ---------------------------------------------------------
@@ -131,11 +130,10 @@ class DoctorBench(ServedBench):
 async def try_out(
     communicator: Communicator,
     address: Address,
-    sizes: Sequence[int],
     *,
     transport: str = "",
 ) -> tuple[Trial, Examination | None]:
-    """Connect and measure; without sizes, find only the choice of transport.
+    """Connect by a transport and measure; without one, find only the choice.
 
     Failures are part of the trial. The second result is the examination of the peer's
     host, if the peer is a doctor.
@@ -147,16 +145,13 @@ async def try_out(
             connection = await communicator.connect(
                 address, transport=transport or None
             )
+            side = Left(communicator, connection, {})
             try:
-                if serves(connection, PROFILE):
-                    ends = Ends([communicator], [connection])
-                    async with driven(
-                        Bench({}), lambda b: bench.operate_with_peer(b, ends)
-                    ) as (facts, ask):
-                        found = facts["peer"]["examination"]
-                        there = msgspec.convert(found, Examination)
-                        if sizes:
-                            trial = await _measured(ask, sizes, trial)
+                if PROFILE.items() <= dict(connection.peer.profile).items():
+                    line = ConnectionLine(connection)
+                    there = msgspec.convert(await line.receive(), Examination)
+                    if transport:
+                        trial = await _measured(line, side, trial)
                 else:
                     other = (
                         "the peer does not run `kvwire doctor --listen` of this version"
@@ -166,10 +161,11 @@ async def try_out(
                 # Last: a transport may have failed at its first use.
                 report = connection.transport_report.candidates
                 trial = replace(trial, candidates=report)
+                side.memory.close()
                 await connection.close()
     except TimeoutError:
         trial = replace(trial, error=f"not done within {TRIAL_TIMEOUT_S:g} s")
-    except (KVWireError, OSError, msgspec.MsgspecError) as exc:
+    except (KVWireError, OSError, EOFError, msgspec.MsgspecError) as exc:
         nobody = isinstance(exc, ConnectError)
         asked = "; does `kvwire doctor --listen` run there?" if nobody else ""
         trial = replace(trial, error=f"{type(exc).__name__}: {exc}{asked}")
@@ -184,18 +180,18 @@ async def examine_peer(
 ) -> PeerReport:
     """Try every transport that both sides can use, and send the report to the peer."""
     progress("what both sides choose")
-    choice, there = await try_out(communicator, address, ())
+    choice, there = await try_out(communicator, address)
     trials = [choice]
     # The first trial has the reason against each other transport.
     for name in [c.name for c in choice.candidates if c.possible and there]:
         progress(f"transport {name}")
-        trial, _ = await try_out(communicator, address, FRAGMENT_BYTES, transport=name)
+        trial, _ = await try_out(communicator, address, transport=name)
         trials.append(trial)
     report = PeerReport(
         address=str(address), here=here, there=there, trials=tuple(trials)
     )
     if there is not None:
-        with contextlib.suppress(KVWireError):  # it has gone
+        with contextlib.suppress(KVWireError, EOFError):  # it has gone
             await _hand_over(communicator, address, report)
     return report
 
@@ -205,36 +201,45 @@ async def _hand_over(
 ) -> None:
     connection = await communicator.connect(address)
     try:
-        channel = ConnectionChannel(connection)
-        await channel.receive()  # the peer serves
-        await channel.send({"report": report})
+        await ConnectionLine(connection).send(report)
     finally:
         await connection.close()
 
 
-async def _measured(ask: Drive, sizes: Sequence[int], trial: Trial) -> Trial:
+async def _measured(line: Line, side: Left, trial: Trial) -> Trial:
+    every = works()
+
+    async def measure(work: Work, *, checks: bool = False) -> dict[str, Any]:
+        return await ask(line, side, every, Turn(work, checks))
+
     rates: list[Rate] = []
     damaged: list[str] = []
-    for size, verb in product(sizes, VERBS):
-        blocks = PASS_BYTES // size
-        work = OpsWork(verb=verb, nbytes=PASS_BYTES, count=1, layers=1, blocks=blocks)
+    *passes, echo = every
+    for work in passes:
+        size = work.layer_bytes
         # Every byte of the first pass is compared.
-        checked = await ask(work, checks=True)
-        if checked.damage:
-            damaged.append(f"{verb} of {size} B fragments: {checked.damage}")
+        checked = await measure(work, checks=True)
+        here = checked["digest"]
+        there = checked["other"]["digest"]
+        if here != there:
+            damaged.append(
+                f"{work.verb} of {size} B fragments: the received bytes differ: {here} "
+                f"on the left, {there} on the right"
+            )
         # The median pass; the first does not count, unless there is no time.
-        took = [*checked.seconds]
+        took = [*checked["seconds"]]
         while len(took) <= _PASSES and sum(took) < _BUDGET_S:
-            took += (await ask(work)).seconds
+            took += (await measure(work))["seconds"]
         counted = took[1:] or took
         rate = PASS_BYTES / statistics.median(counted)
+        verb: Literal["put", "get"] = "put" if work.verb == PUT else "get"
         rates.append(
             Rate(verb=verb, fragment_bytes=size, bytes_per_s=rate, passes=len(counted))
         )
-    echo = await ask(OpsWork(verb=ROUND_TRIP, nbytes=_ECHO_BYTES, count=_ECHOES))
+    echoes = await measure(echo)
     return replace(
         trial,
         rates=tuple(rates),
         damaged=tuple(damaged),
-        round_trip_s=statistics.median(echo.seconds),
+        round_trip_s=statistics.median(echoes["seconds"]),
     )

@@ -66,7 +66,7 @@ def test_memory_is_read_in_steps(cuts: tuple[str, str]) -> None:
     assert sum(steps) == 3 * MIB
     assert max(steps) <= MIB
     assert target.differs_at(pattern(1, 3 * MIB)) is None
-    assert target.gaps_unchanged()
+    assert target.gaps_are_whole()
 
 
 def test_another_process_under_the_pid_is_noticed() -> None:

@@ -16,7 +16,7 @@ from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.limits import CONNECTIONS_MAX
 from kvwire.types import Address, Role
 from kvwire_certify.conformance.rig import LaneRig
-from kvwire_certify.conformance.sides import LanePayload, LaneSide
+from kvwire_certify.conformance.sides import LaneSide, Parcel
 from kvwire_tcp import TcpBackend
 from kvwire_tcp.lane import BOOTSTRAP, PendingLanes, TcpLane
 from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
@@ -97,7 +97,7 @@ async def test_a_lane_that_ends_within_a_payload_is_lost() -> None:
     async with listening() as rig:
         left, right = await rig.pair()
         left.send(3)
-        right.receive(LanePayload(1, 9, b""))
+        right.receive(Parcel(1, 9, b""))
         left.close()
         await rig.closes(right)
         assert "after 0 of 9 payload bytes, 0 more expected" in str(right.closed[0])

@@ -19,7 +19,7 @@ from kvwire_tcp import TcpBackend
 from kvwire_tcp import listener as listener_module
 from kvwire_tcp.listener import ACCEPTS_PER_WAKEUP, TcpListener
 from kvwire_tcp.options import tune
-from kvwire_tcp.waiting import sent, wait_opened
+from kvwire_tcp.waiting import hands_shaken, sent
 from kvwire_tcp.wire import PlainWire, Wire
 from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder
 
@@ -212,5 +212,5 @@ async def test_all_is_said_and_flushed(ends: Ends) -> None:
 
 async def test_a_wire_that_never_opens(ends: Ends) -> None:
     with pytest.raises(ConnectionResetError, match="before any data"):
-        await wait_opened(as_wire(Narrow(ends[0])), asyncio.get_running_loop())
-    await wait_opened(PlainWire(ends[0]), asyncio.get_running_loop())
+        await hands_shaken(as_wire(Narrow(ends[0])), asyncio.get_running_loop())
+    await hands_shaken(PlainWire(ends[0]), asyncio.get_running_loop())

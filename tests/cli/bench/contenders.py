@@ -1,16 +1,16 @@
-"""Contenders that only answer what a test wants, and sides that are threads."""
+"""Contenders that only answer what a test wants, and sides that go wrong."""
 
 from __future__ import annotations
 
-import json
-import os
 import socket
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvwire.cli.bench import pair, turns
-from kvwire.cli.bench.side import BenchError, Sample, Work, main
+from kvwire.cli.bench.line import Line
+from kvwire.cli.bench.pair import BenchError, Sample
+from kvwire.cli.bench.work import Work
 
 WORK = Work(verb="send", nbytes=1024, count=4)
 Log = list[tuple[str, str]]
@@ -53,7 +53,9 @@ class ScriptedPair(pair.Pair):
         self._failing = failing
         self.facts = {"version": f"{name} 1"}
 
-    def round(self, work: Work, *, checks: bool = False) -> Sample:
+    def turn(
+        self, work: Work, *, checks: bool = False, cpus: Sequence[int] = ()
+    ) -> Sample:
         self.done("check" if checks else "round")
         if checks:
             return Sample([], [])
@@ -88,50 +90,46 @@ def benchmark(*cases: turns.Case, **changed: Any) -> turns.Benchmark:
     return turns.Benchmark(name="scripted", cases=cases, **changed)
 
 
+def measured(*cases: turns.Case, rounds: int = 1) -> turns.Findings:
+    return turns.take_turns(benchmark(*cases), rounds, lambda _: None)
+
+
 def does(running: pair.Pair, work: Work, samples: int = 1) -> Sample:
     """Have a work checked, then timed; what the round reports is plausible."""
-    running.round(work, checks=True)
-    found = running.round(work)
+    running.turn(work, checks=True)
+    found = running.turn(work)
     assert len(found.seconds) == samples
     assert min(found.seconds) > 0
     assert min(found.cpu_s) >= 0 < sum(found.cpu_s)
     return found
 
 
-def measured(*cases: turns.Case, rounds: int = 1) -> turns.Findings:
-    return turns.take_turns(benchmark(*cases), rounds, lambda _: None)
+# --- sides that go wrong, each as its option says -------------------------------------
 
 
-# --- threads in place of processes ----------------------------------------------------
+async def left(line: Line, options: dict[str, Any]) -> None:
+    await line.send({"facts": {}})
+    await line.receive()
+    await _do(options["left"])
+    await line.send({"seconds": [1.0], "cpu_s": 0.1, "digest": "ab"})
+    with suppress(EOFError):
+        await line.receive()
 
 
-class ThreadSide(pair.SideProcess):
-    """A side on a thread of this process: what it does, in a second.
+async def right(line: Line, options: dict[str, Any]) -> None:
+    await line.send({"address": 1, "facts": {}})
+    await line.receive()
+    await line.send({"offer": ""})
+    await _do(options["right"])
+    await line.receive()
+    await line.send({"cpu_s": 0.1, "digest": options.get("digest", "ab")})
 
-    What a process adds, tests of :mod:`kvwire.cli.bench.pair` show, and those marked
-    slow.
-    """
 
-    def __init__(
-        self,
-        contender: pair.Contender,
-        side: Mapping[str, object],
-        first: socket.socket,
-        *others: socket.socket,
-    ) -> None:
-        assert contender.command == pair.COMMAND, "a peer is a program of its own"
-        # Undone by the fixture; all sides of one test get the same.
-        os.environ.update(contender.environment)
-        # The caller closes its own.
-        given = [one.dup() for one in (first, *others)]
-        arguments = json.dumps(side), given[0], given[1] if others else None
-        name = f"side {side['program']}"
-        self._thread = threading.Thread(target=main, args=arguments, name=name)
-        self._thread.start()
-
-    def end(self) -> str:
-        self._thread.join()
-        return ""
-
-    def stop(self) -> None:
-        self.end()
+async def _do(what: str) -> None:
+    match what:
+        case "fails":
+            raise OSError("no way")
+        case "exits":
+            raise SystemExit("no luck")
+        case "blocks":
+            socket.create_server(("127.0.0.1", 0)).accept()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from rich.console import Console
 
 import kvwire
 from kvwire.cli.bench import turns
-from kvwire.cli.bench.report import Common, render, show
+from kvwire.cli.bench.command import Common, measure
+from kvwire.cli.bench.report import render, show
 from tests.cli.bench.contenders import Scripted, benchmark, case, measured, rated
 
 SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
@@ -32,7 +34,7 @@ def test_samples_are_summed_up_as_numpy_does(values: list[float]) -> None:
     assert found["count"] == len(values)
     assert found["rounds"] == [values]
     assert found["cpu_s_per_gib"] == 0.5 * 2**30 / 4096
-    assert found["sides_cpu_s_per_gib"] == [0.2 * 2**30 / 4096, 0.3 * 2**30 / 4096]
+    assert found["sides_cpu_s"] == [0.2, 0.3]
 
 
 def test_a_rate_is_compared_with_the_highest() -> None:
@@ -65,14 +67,16 @@ def shown(whole: turns.Benchmark, width: int = 80) -> list[str]:
     return [line.rstrip() for line in output.getvalue().splitlines()]
 
 
-def test_a_rate_has_its_cpu_a_time_its_tail_and_both_a_ratio() -> None:
+def test_a_rate_has_its_cpu_a_time_its_tail_or_cpu_and_all_a_ratio() -> None:
     rates = rated("kvwire", 4.5e9), rated("iperf3", 5.0e9)
     tail = [2e-6] * 98 + [7e-6, 8e-6]
     times = Scripted("kvwire", [tail]), Scripted("streams", [[1e-6]])
+    alone = Scripted("kvwire", [[2e-3, 2e-3]])
     lines = shown(
         benchmark(
             case(*rates, group="x", unit=turns.GIGABYTES_PER_SECOND),
             case(*times, group="y", tail=True),
+            case(alone, group="z", placement="on CPUs 0 and 1"),
         )
     )
     cells = [line.split() for line in lines]
@@ -82,8 +86,14 @@ def test_a_rate_has_its_cpu_a_time_its_tail_and_both_a_ratio() -> None:
     assert ["1", "KiB", "send,", "GB/s", *rate] in cells
     time = ["2.00", "7.00", "1.00", "1.00", "2.00"]
     assert ["1", "KiB", "send,", "us", *time] in cells
+    # Each operation took 2 ms, and half of 0.2 s and of 0.3 s of its sides' CPU.
+    assert ["1", "KiB", "send,", "us", "2000", "100000+150000"] in cells
     titles = [line for line in lines if line.startswith("kvwire bench")]
-    assert titles == ["kvwire bench scripted x", "kvwire bench scripted y"]
+    assert titles == [
+        "kvwire bench scripted x",
+        "kvwire bench scripted y",
+        "kvwire bench scripted z, on CPUs 0 and 1",
+    ]
 
 
 def test_it_fits_80_columns_with_long_names_and_large_numbers() -> None:
@@ -124,8 +134,9 @@ def test_a_narrow_screen_has_more_tables_and_whole_figures(
 
 
 def test_a_run_shows_and_writes_everything(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5})
     ours = Scripted("kvwire", [[0.0], [0.0], [1.0, 3.0], [2.0]])
     peers = Scripted("other", [[4.0]]), Scripted("broken", failing="round")
     whole = benchmark(
@@ -133,18 +144,16 @@ def test_a_run_shows_and_writes_everything(
         case(ours, peers[1]),
         missing=[turns.Missing("iperf3", "install it")],
         notes=["a note"],
-        below=lambda _: ["below"],
-        more=lambda _: {"more": 1},
     )
     out = tmp_path / "found.json"
-    common = Common(json=out, loop="asyncio")
-    assert common.run(whole, rounds=2) == 0
+    measure(whole, Common(json=out, loop="asyncio", rounds=2), transport="tcp")
 
-    assert capsys.readouterr().out.splitlines()[-4:] == [
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "kvwire bench scripted, both on CPU 5"
+    assert lines[-3:] == [
         "a note",
         "broken failed, 1 KiB send and 1 more: broken failed to round",
         "iperf3 is not installed and was left out: install it",
-        "below",
     ]
     found = json.loads(out.read_text())
     machine = found.pop("machine")
@@ -153,7 +162,14 @@ def test_a_run_shows_and_writes_everything(
     assert found == {
         "benchmark": "scripted",
         "kvwire": kvwire.__version__,
-        "settings": {"loop": "asyncio", "rounds": 2},
+        "settings": {
+            "loop": "asyncio",
+            "rounds": 2,
+            "placement": "both",
+            "listen": "",
+            "peer": "",
+            "transport": "tcp",
+        },
         "contenders": {
             name: {"version": f"{name} 1"} for name in ("kvwire", "other", "broken")
         },
@@ -161,13 +177,14 @@ def test_a_run_shows_and_writes_everything(
             {"name": "iperf3", "remedy": "install it", "reason": "is not installed"}
         ],
         "notes": ["a note"],
-        "more": 1,
     }
     assert only.pop("contenders")["kvwire"]["rounds"] == [[1.0, 3.0], [2.0]]
+    assert only.pop("work")["verb"] == "send"
     assert only == {
         "name": "1 KiB send",
         "group": "",
-        "work": {"verb": "send", "nbytes": 1024, "count": 4, "in_flight": 1},
+        "placement": "both on CPU 5",
+        "cpus": [5, 5],
         "unit": "s",
         "best": "other",
         "ratio": 0.5,
@@ -175,8 +192,6 @@ def test_a_run_shows_and_writes_everything(
         "high": 0.5,
         "failures": {"broken": "broken failed to round"},
     }
-    # Only what is measured decides whether the command has failed, not who is beside.
-    assert common.run(benchmark(case(peers[1], peers[0])), rounds=1) == 1
 
 
 def test_a_document_goes_to_a_file_or_alone_to_the_output(

@@ -6,16 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import kvwire
 from kvwire import Address, Communicator
 from kvwire.backend import Finding
-from kvwire.cli.bench.peer import attend
 from kvwire.cli.doctor.examination import Examination, Transport
-from kvwire.cli.doctor.peer import PROFILE, DoctorBench, PeerReport
+from kvwire.cli.doctor.peer import PROFILE, PeerReport, listen
 
 _LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
@@ -86,8 +84,8 @@ class Ward:
     prober: Communicator
     # Where the first one listens.
     address: Address
-    # The reports that it was given; None for a visit without.
-    heard: list[PeerReport | None] = field(default_factory=list)
+    # The reports that it was given.
+    heard: list[PeerReport] = field(default_factory=list)
 
 
 @asynccontextmanager
@@ -98,13 +96,7 @@ async def ward() -> AsyncIterator[Ward]:
         kvwire.open(profile=PROFILE, require=("tcp",)) as here,
     ):
         found = Ward(here, await there.listen("127.0.0.1:0"))
-        serving = asyncio.create_task(
-            attend(
-                there,
-                partial(DoctorBench, examination=THERE),
-                lambda b: found.heard.append(b.given),
-            )
-        )
+        serving = asyncio.create_task(listen(there, THERE, found.heard.append))
         yield found
         await there.close()
         await serving

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 import kvwire
 from kvwire import Address
-from kvwire.cli.bench.operations import ConnectionChannel, OpsRound
-from kvwire.cli.bench.side import Seconds
+from kvwire.cli.bench.hosts import ConnectionLine
+from kvwire.cli.bench.line import Seconds
+from kvwire.cli.bench.sides import Left
+from kvwire.cli.bench.work import Work
 from kvwire.cli.doctor import peer
 from kvwire.limits import KIB, MIB
 from kvwire.types import Candidate
@@ -27,7 +30,7 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
     here = examination()
     async with ward() as found:
         report = await peer.examine_peer(found.prober, found.address, here, said.append)
-    assert found.heard == [None, None, report]
+    assert found.heard == [report]
     assert report.well
     assert (report.here, report.there) == (here, THERE)
     assert said == ["what both sides choose", "transport tcp"]
@@ -43,45 +46,43 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
     assert "not among `require`" in reasons["inproc"]
 
 
-async def test_a_report_that_is_none_is_refused() -> None:
+async def test_a_report_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async with ward() as found:
         connection = await found.prober.connect(found.address)
-        channel = ConnectionChannel(connection)
-        await channel.receive()
-        await channel.send({"report": {"address": 1}})
-        answer = await channel.receive()
-        assert re.search(r"ValidationError: .*`str`", answer["error"])
-        await connection.close()
-        _, there = await peer.try_out(found.prober, found.address, ())
+        line = ConnectionLine(connection)
+        await line.receive()
+        await line.send({"address": 1})
+        with pytest.raises(EOFError):
+            await line.receive()
+        _, there = await peer.try_out(found.prober, found.address)
+    assert re.search(r"ValidationError: .*`str`", capsys.readouterr().err)
     assert there == THERE
-    assert found.heard == [None, None]
+    assert found.heard == []
 
 
 @pytest.mark.parametrize("verb", ["get", "put"])
-@pytest.mark.parametrize("beside", [False, True])
-async def test_damage_is_named(
-    verb: str, beside: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    move = OpsRound.move
+async def test_damage_is_named(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    move = Left.move
 
-    async def damaging(moves: OpsRound) -> Seconds:
-        seconds = await move(moves)
-        memory, work = moves.memory, moves.work
-        if work.verb == verb and moves.b.left:
-            assert memory.pool is not None
-            first = int(memory.pool.rows[0]) ^ beside
-            memory.bytes[first * work.layer_bytes] ^= 1
+    async def damaging(side: Left, work: Work, reach: Any) -> Seconds:
+        seconds = await move(side, work, reach)
+        pool = side.memory.pool
+        if work.verb == verb and pool is not None:
+            pool.memory[int(pool.rows[0]) * work.layer_bytes] ^= 1
         return seconds
 
-    monkeypatch.setattr(OpsRound, "move", damaging)
+    monkeypatch.setattr(Left, "move", damaging)
+    monkeypatch.setattr(peer, "FRAGMENT_BYTES", (256 * KIB,))
     monkeypatch.setattr(peer, "_BUDGET_S", 1e-9)  # as on a slow wire
     async with ward() as found:
-        trial, _ = await peer.try_out(found.prober, found.address, (256 * KIB,))
+        trial, _ = await peer.try_out(found.prober, found.address, transport="tcp")
     (damage,) = trial.damaged
     digest = "[0-9a-f]{32}"
     assert re.fullmatch(
-        rf"{verb} of 262144 B fragments: the received bytes differ: {digest}"
-        rf"{' and more on the left side' * beside} on the left, {digest} on the right",
+        rf"{verb} of 262144 B fragments: the received bytes differ: {digest} on the "
+        rf"left, {digest} on the right",
         damage,
     )
     assert [rate.passes for rate in trial.rates] == [1, 1]
@@ -90,7 +91,7 @@ async def test_damage_is_named(
 async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
     async with kvwire.open() as there, kvwire.open(require=("tcp",)) as here:
         address = await there.listen("127.0.0.1:0")
-        trial, _ = await peer.try_out(here, address, (MIB,))
+        trial, _ = await peer.try_out(here, address)
         assert "does not run `kvwire doctor --listen`" in trial.error
         assert [c.name for c in trial.candidates if c.taken] == ["tcp"]
         report = await peer.examine_peer(here, address, examination(), lambda _: None)
@@ -101,7 +102,7 @@ async def test_a_server_that_is_no_doctor_is_not_asked() -> None:
 async def test_a_transport_that_is_not_there_is_the_reason() -> None:
     async with kvwire.open() as here:
         address = Address("tcp", "127.0.0.1", 1)
-        trial, _ = await peer.try_out(here, address, (MIB,), transport="carrier-pigeon")
+        trial, _ = await peer.try_out(here, address, transport="carrier-pigeon")
     assert trial.asked == "carrier-pigeon"
     assert "no backend called 'carrier-pigeon'" in trial.error
 
@@ -110,7 +111,7 @@ async def test_a_peer_that_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(peer, "TRIAL_TIMEOUT_S", 0.05)
     async with kvwire.open(profile=peer.PROFILE) as there, kvwire.open() as here:
         address = await there.listen("127.0.0.1:0")
-        trial, greeted = await peer.try_out(here, address, ())
+        trial, greeted = await peer.try_out(here, address)
     assert trial.error == "not done within 0.05 s"
     assert greeted is None
 

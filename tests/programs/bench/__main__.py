@@ -3,118 +3,148 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from tempfile import TemporaryDirectory
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from kvwire.cli.bench import fragments as ours
-from kvwire.cli.bench import ops, report
-from kvwire.cli.bench import store as stores
+from kvwire.cli.bench import command, report
+from kvwire.cli.bench.command import COMMON, TCP, Common, Mebibytes, Shapes, within
+from kvwire.cli.bench.turns import Findings
 from kvwire.cli.main import main
+from kvwire.kv.codecs.registry import CODECS
 from kvwire.limits import MIB
+from kvwire.types import in_bytes
 from tests.programs.bench import cost as costs
 from tests.programs.bench import counts as counting
-from tests.programs.bench import iperf3, store
-from tests.programs.bench.fragments import ALL_PEERS, Beside, beside_transfers, joining
-from tests.programs.bench.peer import PEERS, interpreters
+from tests.programs.bench import iperf3, targets
+from tests.programs.bench.peer import ALL_PEERS, PEERS, interpreters, joined
 
 Pythons = Annotated[
     tuple[Path, ...],
     Parameter(consume_multiple=True, negative_iterable=(), env_var="BENCH_PEER_PYTHON"),
 ]
+Rounds = Annotated[int, within(1, 10_000)]
+Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
 app = App(name="python -m tests.programs.bench", help=__doc__)
 # Codecs are measured with the demo's KV.
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
-
-
-def _beside(run: Callable[..., int], join: Beside) -> Callable[..., int]:
-    """A command of kvwire with others who stand beside it."""
-
-    @functools.wraps(run)
-    def command(*, common: report.Common = report.COMMON, **options: Any) -> int:
-        return run(**options, common=replace(common, beside=join))
-
-    return command
-
-
-app.command(_beside(ops.messages, iperf3.beside), name="messages")
-app.command(_beside(stores.command, store.beside), name="store")
+_SHAPES = Shapes()
 
 
 @app.command
 def fragments(
     *,
-    transport: str = "all",
     peers: str = "all",
     peer_python: Pythons = (),
-    sizes_kib: ours.Kibibytes = ours.SIZES_KIB,
-    verb: Literal["push", "pull", "get", "all"] = "all",
-    layout: Literal["per-layer", "cross-layer", "both"] = "both",
-    rounds: report.Rounds = 5,
-    round_mib: report.Mebibytes = 64,
-    common: report.Common = report.COMMON,
+    targets_json: Output = None,
+    shapes: Annotated[Shapes, Parameter(name="*")] = _SHAPES,
+    common: Common = COMMON,
 ) -> int:
-    """``kvwire bench fragments`` beside other libraries; see there for its options.
+    """``kvwire bench fragments`` beside other libraries, and what is aimed at.
 
     Args:
-        transport: Transports, separated by commas, or all that are installed.
-        peers: Of nixl, mooncake, ucxx and iperf3, separated by commas; or all, or none.
-            One that is not installed is named with how to install it.
+        peers: Of nixl, mooncake and iperf3, separated by commas; or all, or none. One
+            that is not installed is named with how to install it.
         peer_python: Interpreters in which the peers are looked for, before this one.
-        sizes_kib: Sizes of one layer of one block.
-        verb: How they move: pushed, pulled, or got from a window.
-        layout: A tensor for each layer, or blocks across layers.
-        round_mib: MiB that each moves in a round.
-        rounds: The number of rounds.
+        targets_json: A file for the ratios and their targets.
+        shapes: What is moved.
         common: Options that every benchmark has.
     """
     names = {"all": ALL_PEERS, "none": ()}.get(peers, tuple(peers.split(",")))
-    return ours.command(
-        transport=transport,
-        sizes_kib=sizes_kib,
-        verb=verb,
-        layout=layout,
-        round_mib=round_mib,
-        rounds=rounds,
-        common=replace(common, beside=joining(names, interpreters(peer_python))),
+    plan = joined(shapes.benchmark(common), names, interpreters(peer_python), TCP)
+    found = command.measure(plan, common, **asdict(shapes))
+    verdicts = list(targets.judge(found))
+    report.show(
+        targets.render(verdicts),
+        lambda: targets.document(verdicts),
+        json=targets_json,
     )
+    return _status(found)
 
 
-@app.command(name="ops")
-def operations(
-    *,
-    transport: str = "tcp",
-    peer_python: Pythons = (),
-    rounds: report.Rounds = 5,
-    common: report.Common = report.COMMON,
+@app.command
+def ops(
+    *, transport: str = "tcp", peer_python: Pythons = (), common: Common = COMMON
 ) -> int:
     """``kvwire bench ops`` with NIXL beside its transfers, over TCP or shared memory.
 
     Args:
         transport: The transport of kvwire; beside ``local`` NIXL has shared memory.
         peer_python: Interpreters in which NIXL is looked for, before this one.
-        rounds: How often everything is measured.
         common: Options that every benchmark has.
     """
-    join = beside_transfers(transport, interpreters(peer_python))
-    return ops.ops(
-        transport=transport, rounds=rounds, common=replace(common, beside=join)
-    )
+    wire = command.SAME_HOST if transport == "local" else TCP
+    plan = command.ops_of(transport, common.loop)
+    plan = joined(plan, ["nixl"], interpreters(peer_python), wire)
+    return _status(command.measure(plan, common, transport=transport))
+
+
+@app.command
+def messages(
+    *, transport: str = "tcp", round_mib: Mebibytes = 256, common: Common = COMMON
+) -> int:
+    """``kvwire bench messages`` with iperf3 beside its rates."""
+    plan = command.messages_of(transport, common.loop, round_mib * MIB)
+    plan = joined(plan, [iperf3.NAME], [], TCP)
+    return _status(command.measure(plan, common, transport=transport))
+
+
+def _status(found: Findings) -> int:
+    return int(any(one.name in row.failures for row in found for one in row.case.ours))
+
+
+@app.command
+def store(
+    *,
+    tiers: str = "all",
+    transport: str = "tcp,local",
+    directory: Path | None = None,
+    blocks: Literal["large", "small", "both"] = "both",
+    round_mib: Annotated[int, within(4, 4096)] = 64,
+    common: Common = COMMON,
+) -> int:
+    """Blocks into each tier of a store and out, beside copies, files, sockets, redis.
+
+    Each tier is full, and the blocks to get are in no tier above it. With all tiers and
+    --round-mib 64, this takes about 8 GiB of memory, and as much of the disk.
+
+    Args:
+        tiers: Some of memory, disk, server and object, separated by commas; or all. The
+            object tier needs the extra `store`, and uses a directory.
+        transport: The transports to the store server, separated by commas.
+        directory: Where the disk and object tiers write; by default that of temporary
+            files.
+        blocks: large: 1 MiB, with 64 KiB per token in 32 layers; small: 64 KiB, with 4
+            KiB per token in 16 layers.
+        round_mib: MiB of one put or get.
+        common: Options that every benchmark has.
+    """
+    from tests.programs.bench import store_cases
+    from tests.programs.bench.store import SHAPES, TIERS
+
+    names: Sequence[str] = list(TIERS) if tiers == "all" else tiers.split(",")
+    shapes = list(SHAPES) if blocks == "both" else [blocks]
+    with TemporaryDirectory(prefix="kvwire-bench-", dir=directory) as place:
+        plan = store_cases.benchmark(
+            names, transport.split(","), shapes, Path(place), round_mib * MIB
+        )
+        settings = {"tiers": names, "blocks": shapes, "round_mib": round_mib}
+        return _status(command.measure(plan, common, **settings))
 
 
 @app.command
 def cost(
     *,
     transport: str = "tcp",
-    rounds: report.Rounds = 3,
-    round_mib: report.Mebibytes = 64,
-    json: report.Output = None,
+    rounds: Rounds = 3,
+    round_mib: Mebibytes = 64,
+    json: Output = None,
 ) -> int:
     """Memory of connections and transfers, CPU of both sides, stalls of the loop.
 
@@ -131,7 +161,8 @@ def cost(
     settings = {"transport": transports, "rounds": rounds, "round_mib": round_mib}
     with report.progress_bar(costs.steps(transports, rounds)) as progress:
         found = costs.cost(transports, round_mib * MIB, rounds, progress)
-    report.show(costs.render(found), lambda: costs.document(found, settings), json=json)
+    table = costs.render(found, in_bytes(round_mib * MIB))
+    report.show(table, lambda: costs.document(found, settings), json=json)
     return int(any(result.failure for result in found))
 
 
@@ -153,11 +184,28 @@ def counts(
             print(f"{name}: {found}", *found.functions[:top], sep="\n  ")
 
 
-app.command(
-    "tests.programs.bench.codecs:command",
-    name="codecs",
-    help="What codecs of KV blocks save, cost and lose.",
-)
+@app.command
+def codecs(*, codec: str = "all", rounds: Rounds = 5, json: Output = None) -> None:
+    """What codecs of KV blocks save, cost and lose, beside a memcpy.
+
+    The KV is that of the demo's model, which knows its book by heart; and numbers of a
+    normal distribution.
+
+    Args:
+        codec: Names, separated by commas; or all. Those without loss need the extra
+            codecs.
+        rounds: The number of rounds; more rounds give firmer medians.
+        json: Write every answer to this file; - is the output.
+    """
+    from tests.programs.bench import codecs as coding
+
+    names = list(CODECS) if codec == "all" else codec.split(",")
+    with report.progress_bar(len(names) * len(coding.SETS)) as progress:
+        found = coding.codecs(names, rounds, progress)
+    settings = {"codec": names, "rounds": rounds}
+    report.show(
+        coding.render(found), lambda: coding.document(found, settings), json=json
+    )
 
 
 @app.command

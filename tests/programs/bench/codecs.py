@@ -8,29 +8,25 @@ which has to be in ``PYTHONPATH``.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Final
+from statistics import median
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from rich.table import Table
+from rich.console import Group, RenderableType
 
 import kvwire
 from demo.book import Tokenizer, passages
 from demo.numpy_llama import Floats, NumpyLlama, Plain
-from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.report import COMMON, Common, Rounds, new_table
-from kvwire.cli.bench.side import Bench, Work
-from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Benchmark, Case
+from kvwire.cli.bench.report import head, new_table, short
 from kvwire.kv.codecs.base import ImageForm, form_of
 from kvwire.kv.codecs.entry import decode_entry, encode_entry
 from kvwire.kv.codecs.floats import as_floats, put_floats
-from kvwire.kv.codecs.registry import CODECS, codec_named
-from kvwire.types import in_bytes
+from kvwire.kv.codecs.registry import codec_named
 
-ENCODE: Final = "encode"
-DECODE: Final = "decode"
 # Sets of images by name, with the tokens of a block: of the demo's model, of the same
 # with a prompt as one block, and numbers of a normal distribution.
 SMALL: Final = "demo KV"
@@ -40,30 +36,6 @@ SETS: Final = {SMALL: 16, LARGE: 512, NORMAL: 512}
 AXES: Final = ("layer", "kv", "token", "head", "dim")
 _DTYPE: Final = "bfloat16"
 _TEXTS: Final = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodecWork(Work):
-    """Images of a set through a codec; ``verb`` says which way."""
-
-    codec: str
-    # The name of the set.
-    images: str
-
-
-async def codecs(b: Bench) -> None:
-    """Encode and decode; with the option ``copy``, copy instead."""
-    async for work in b.works(CodecWork):
-        coded = Coded(work.codec, work.images)
-        job = {ENCODE: coded.encode, DECODE: coded.decode}[work.verb]
-        if "copy" in b.options:
-            job = coded.copy
-        async with b.clock():
-            began = time.perf_counter()
-            for at in range(work.count):
-                job(at)
-            seconds = time.perf_counter() - began
-        await b.report([seconds])
 
 
 class Coded:
@@ -94,18 +66,23 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """Shows what a codec leaves of a set's bytes, and the error of its numbers.
+class Finding:
+    """Shows what a codec leaves of a set's bytes, what that costs, and what it loses.
 
-    The error is the root of the mean square, by that of the numbers.
+    The error is the root of the mean square, by that of the numbers. Rates are of the
+    images' bytes, medians of rounds that the three take in turns.
     """
 
     ratio: float
     error: float
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+    memcpy_bytes_per_s: float
 
 
-def loss(codec: str, images: str) -> Loss:
+def measure(codec: str, images: str, rounds: int) -> Finding:
     coded = Coded(codec, images)
+    rows = range(len(coded.images))
     for at, size in enumerate(coded.sizes):
         (coded.decode if size else coded.copy)(at)
     kept = sum(size or coded.form.nbytes for size in coded.sizes)
@@ -113,7 +90,22 @@ def loss(codec: str, images: str) -> Loss:
         as_floats(whole.reshape(-1), _DTYPE) for whole in (coded.images, coded.decoded)
     )
     error = np.sqrt(((found - exact) ** 2).mean() / (exact**2).mean())
-    return Loss(kept / coded.images.nbytes, float(error))
+
+    def seconds(job: Callable[[int], int]) -> float:
+        began = time.thread_time()
+        for at in rows:
+            job(at)
+        return time.thread_time() - began
+
+    def decode(at: int) -> int:
+        return (coded.decode if coded.sizes[at] else coded.copy)(at)
+
+    took = [
+        [seconds(job) for job in (coded.encode, decode, coded.copy)]
+        for _ in range(rounds)
+    ]
+    rates = [coded.images.nbytes / median(each) for each in zip(*took, strict=True)]
+    return Finding(kept / coded.images.nbytes, float(error), *rates)
 
 
 @cache
@@ -147,63 +139,40 @@ def _prompts() -> Floats:
     return np.stack(found)
 
 
-def command(*, codec: str = "all", rounds: Rounds = 5, common: Common = COMMON) -> int:
-    """Measure what codecs of KV blocks save and cost, and the error of what they keep.
-
-    The KV is that of the demo's model, which knows its book by heart; and numbers of a
-    normal distribution.
-
-    Args:
-        codec: Names, separated by commas; or all. Those without loss need the extra
-            codecs.
-        rounds: The number of rounds; more rounds give firmer medians.
-        common: Options of every benchmark.
-    """
-    names = list(CODECS) if codec == "all" else codec.split(",")
+def codecs(
+    names: list[str], rounds: int, progress: Callable[[str], None]
+) -> dict[str, dict[str, Finding]]:
+    """Measure codecs with each set of images, all in this thread."""
     for name in names:
         codec_named(name).require()
-    found = {name: {images: loss(name, images) for images in SETS} for name in names}
-    # Each a process, for all cases.
-    ours = Contender("kvwire", codecs, alone=True)
-    memcpy = Contender("memcpy", codecs, alone=True, options={"copy": 1})
-    forms = {images: images_of(images) for images in SETS}
-    benchmark = Benchmark(
-        name="codecs",
-        cases=[
-            Case(
-                name=f"{name} {verb}",
-                work=CodecWork(
-                    verb=verb,
-                    nbytes=form.nbytes,
-                    count=len(rows),
-                    codec=name,
-                    images=images,
-                ),
-                unit=GIGABYTES_PER_SECOND,
-                ours=[ours],
-                beside=[memcpy],
-                group=f"{images}, {in_bytes(form.nbytes)}",
+    found: dict[str, dict[str, Finding]] = {name: {} for name in names}
+    for name in names:
+        for images in SETS:
+            progress(f"{name}: {images}")
+            found[name][images] = measure(name, images, rounds)
+    return found
+
+
+def render(found: dict[str, dict[str, Finding]]) -> RenderableType:
+    tables = []
+    for images in SETS:
+        table = new_table(images, "left", "error", "encode", "decode", "memcpy")
+        for name, of in found.items():
+            one = of[images]
+            rates = (
+                one.encode_bytes_per_s,
+                one.decode_bytes_per_s,
+                one.memcpy_bytes_per_s,
             )
-            for images, (rows, form) in forms.items()
-            for name in names
-            for verb in (ENCODE, DECODE)
-        ],
-        notes=[f"One thread; {_DTYPE}. Rates are of the images' bytes."],
-        below=lambda _: [_table(found)],
-        more=lambda _: {
-            "codecs": {
-                name: {images: asdict(one) for images, one in of.items()}
-                for name, of in found.items()
-            }
-        },
-    )
-    return common.run(benchmark, codec=names, rounds=rounds)
+            shown = (short(rate / 1e9) for rate in rates)
+            table.add_row(name, f"{one.ratio:.3f}", f"{one.error:.2%}", *shown)
+        tables.append(table)
+    line = f"One thread, {_DTYPE}; GB of images by s of CPU. Left: bytes of 1."
+    return Group(*tables, line)
 
 
-def _table(found: dict[str, dict[str, Loss]]) -> Table:
-    columns = ("demo", "error", "large", "error", "normal", "error")
-    table = new_table("Bytes left of each set, and the error of its numbers", *columns)
-    for name, of in found.items():
-        cells = ((f"{one.ratio:.3f}", f"{one.error:.2%}") for one in of.values())
-        table.add_row(name, *(cell for both in cells for cell in both))
-    return table
+def document(
+    found: dict[str, dict[str, Finding]], settings: dict[str, Any]
+) -> dict[str, Any]:
+    each = {name: {k: asdict(v) for k, v in of.items()} for name, of in found.items()}
+    return {**head("codecs", settings), "codecs": each}

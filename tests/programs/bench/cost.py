@@ -12,7 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -21,27 +21,20 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 import kvwire
-from kvwire.cli.bench.fragments import work_of
-from kvwire.cli.bench.operations import (
-    BenchMemory,
-    End,
-    Ends,
-    OpsRound,
-    OpsWork,
-    joined,
-)
-from kvwire.cli.bench.pair import Contender
+from kvwire.cli.bench import sides
+from kvwire.cli.bench.command import work_of
+from kvwire.cli.bench.line import HOST, Line, turns
+from kvwire.cli.bench.pair import BenchError, Contender
 from kvwire.cli.bench.report import head, new_table
-from kvwire.cli.bench.side import Bench, BenchError
+from kvwire.cli.bench.work import LEFT, PULL, RIGHT, BenchMemory, Work
 from kvwire.limits import GIB, KIB
-from kvwire.types import in_bytes
-from tests.programs.bench.fragments import verdict
+from tests.programs.bench.targets import verdict
 
 IDLE: Final = "idle"
 OPEN: Final = "open"
 PEAK: Final = "peak"
-STALLS: Final = "stalls"
 CPU: Final = "cpu"
+STALLS: Final = "stalls"
 # In the order in which they are done, with how many of each.
 MEASURES: Final = {IDLE: 128, OPEN: 256, PEAK: 1, CPU: 8, STALLS: 8}
 LAYER_BYTES: Final = 4 * KIB
@@ -51,6 +44,16 @@ STALL_S: Final = 10e-3
 _GO: Final = 1
 # Made before any is counted: imports, caches and pools of the allocator.
 _WARM_UP: Final = 16
+# Each row: its measure, its figure, the scale and unit, and what is aimed at.
+_ROWS: Final = (
+    ("idle connection", IDLE, "bytes", KIB, "KiB", IDLE_TARGET_BYTES),
+    ("open transfer", OPEN, "bytes", KIB, "KiB", None),
+    ("peak of a transfer", PEAK, "bytes", KIB, "KiB", None),
+    ("CPU for a GiB", CPU, "s_per_gib", 1.0, "s", None),
+    ("callback, CPU, p99.9", STALLS, "cpu_p999_s", 1e-3, "ms", STALL_S),
+    ("callback, CPU, longest", STALLS, "cpu_max_s", 1e-3, "ms", None),
+    ("callback, wall, p99.9", STALLS, "wall_p999_s", 1e-3, "ms", STALL_S),
+)
 
 
 @dataclass(slots=True)
@@ -58,7 +61,6 @@ class Cost:
     """What one transport costs; the answers are of the left and the right side."""
 
     name: str
-    work: OpsWork
     answers: dict[str, list[list[dict[str, Any]]]] = field(
         default_factory=lambda: {measure: [] for measure in MEASURES}
     )
@@ -82,52 +84,31 @@ def cost(
     rounds: int,
     progress: Callable[[str], None],
 ) -> list[Cost]:
-    work = work_of("pull", LAYER_BYTES, cross_layer=False, round_bytes=round_bytes)
-    found = [Cost(f"kvwire {name}", work) for name in transports]
+    work = work_of(PULL, LAYER_BYTES, cross_layer=False, round_bytes=round_bytes)
+    found = [Cost(f"kvwire {name}") for name in transports]
     for _ in range(rounds):
         for transport, result in zip(transports, found, strict=True):
-            if not result.failure:
-                _round(transport, result, progress)
+            options = {"transport": transport}
+            one = Contender(result.name, left, right, options=options)
+            try:
+                with one.start() as pair:
+                    result.facts = pair.facts
+                    for measure, count in MEASURES.items():
+                        progress(f"{result.name}: {measure}")
+                        sample = pair.turn(replace(work, verb=measure, count=count))
+                        answers = [answer["found"] for answer in sample.answers]
+                        result.answers[measure].append(answers)
+            except BenchError as exc:
+                result.failure = str(exc)
     return found
 
 
-def _round(transport: str, result: Cost, progress: Callable[[str], None]) -> None:
-    options = {"transport": transport}
-    try:
-        with Contender(result.name, costs, options=options).start() as pair:
-            result.facts = pair.facts
-            for measure, count in MEASURES.items():
-                progress(f"{result.name}: {measure}")
-                asked = {**asdict(result.work), "measure": measure, "repeat": count}
-                found = pair.round(CostWork(**asked))
-                result.answers[measure].append([*found.more])
-    except BenchError as exc:
-        result.failure = str(exc)
-
-
-def render(found: Sequence[Cost]) -> RenderableType:
+def render(found: Sequence[Cost], size: str) -> RenderableType:
     """A row for each transport and measure; both sides, and what is aimed at."""
     table = new_table("cost: medians", "measure", "left", "right")
     table.add_column("target", no_wrap=True)
-    work = found[0].work
-    moved_gib = work.moved_bytes * MEASURES[CPU] / GIB
     for result in found:
-        for name, measure, key, scale, unit, bound in (
-            ("idle connection", IDLE, "bytes", KIB, "KiB", IDLE_TARGET_BYTES),
-            ("open transfer", OPEN, "bytes", KIB, "KiB", None),
-            ("peak of a transfer", PEAK, "bytes", KIB, "KiB", None),
-            ("CPU for a GiB", CPU, "cpu_s", moved_gib, "s", None),
-            ("callback, CPU, p99.9", STALLS, "cpu_p999_s", 1e-3, "ms", STALL_S),
-            ("callback, CPU, longest", STALLS, "cpu_max_s", 1e-3, "ms", None),
-            (
-                "callback, wall, p99.9",
-                STALLS,
-                "wall_p999_s",
-                1e-3,
-                "ms",
-                STALL_S,
-            ),
-        ):
+        for name, measure, key, scale, unit, bound in _ROWS:
             values = result.median(measure, key)
             target = Text()
             if bound is not None and values:
@@ -136,9 +117,8 @@ def render(found: Sequence[Cost]) -> RenderableType:
             shown = [f"{value / scale:.2f} {unit}" for value in values]
             if values:
                 table.add_row(result.name, name, *shown, target)
-    size, fragment = in_bytes(work.moved_bytes), in_bytes(work.layer_bytes)
     lines = [
-        f"Left pulls, right publishes: {size} in fragments of {fragment}.",
+        f"Left pulls, right publishes: {size} in fragments of 4 KiB.",
         "Callbacks are those of asyncio; wall time has others' work in it.",
     ]
     lines += [f"{r.name} failed: {r.failure}" for r in found if r.failure]
@@ -147,60 +127,73 @@ def render(found: Sequence[Cost]) -> RenderableType:
 
 def document(found: Sequence[Cost], settings: dict[str, Any]) -> dict[str, Any]:
     """The JSON document: bytes and seconds, left and right, by round."""
-    return {
-        **head("cost", settings),
-        "transports": {
-            result.name: {
-                "work": asdict(result.work),
-                "measures": result.answers,
-                "failure": result.failure,
-                "facts": result.facts,
-            }
-            for result in found
-        },
-    }
+    costs = {result.name: asdict(result) for result in found}
+    return {**head("cost", settings), "transports": costs}
 
 
 # --- a side ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostWork(OpsWork):
-    """A transfer, and what of it is measured; see :class:`Measures`."""
+async def left(line: Line, options: dict[str, Any]) -> None:
+    async with sides.opened("left") as communicator:
+        where, transport = options["address"], options["transport"]
 
-    measure: str
-    repeat: int
+        async def connect() -> kvwire.Connection:
+            return await communicator.connect(where, transport=transport)
 
-
-async def costs(b: Bench) -> None:
-    """Take one measure at a time, at both sides together."""
-    memory = BenchMemory(b)
-    async with joined(b) as ends:
-        async for work in b.works(CostWork):
-            memory.have(work)
-            found = await Measures(b, ends, memory, work).take()
-            await b.report(more=found)
-    memory.close()
+        connection = await connect()
+        await line.send({"facts": sides.facts(connection)})
+        await Measures(communicator, connection, connect, LEFT).take_all(line)
 
 
-@dataclass(frozen=True, slots=True)
+async def right(line: Line, _: dict[str, Any]) -> None:
+    async with sides.opened("right") as communicator:
+        where = await communicator.listen(f"tcp://{HOST}:0")
+        await line.send({"address": str(where), "facts": {}})
+        connection = await communicator.accept()
+        measures = Measures(communicator, connection, communicator.accept, RIGHT)
+        await measures.take_all(line)
+
+
 class Measures:
-    """What one side does for each measure.
+    """What one side does for each measure, both sides at the same time.
 
-    * ``idle``: ``repeat`` more connections, and what memory each of them takes;
-    * ``open``: ``repeat`` transfers of one block, of which nothing is ready;
+    * ``idle``: ``count`` more connections, and what memory each of them takes;
+    * ``open``: ``count`` transfers of one block, of which nothing is ready;
     * ``peak``: the most memory that a transfer takes besides its payload;
-    * ``cpu``: CPU seconds of ``repeat`` transfers one after the other;
+    * ``cpu``: CPU seconds of ``count`` transfers one after the other;
     * ``stalls``: likewise, and how long every callback took.
     """
 
-    b: Bench
-    ends: Ends
-    memory: BenchMemory
-    work: CostWork
+    def __init__(
+        self,
+        communicator: kvwire.Communicator,
+        connection: kvwire.Connection,
+        one_more: Callable[[], Any],
+        side: int,
+    ) -> None:
+        self._communicator = communicator
+        self._connection = connection
+        self._one_more = one_more
+        self._side = side
+        self._memory = BenchMemory(side, {})
+        self._number = 0
 
-    async def take(self) -> dict[str, Any]:
-        measure, count = self.work.measure, self.work.repeat
+    async def take_all(self, line: Line) -> None:
+        async for turn in turns(line):
+            work = turn.work
+            await self._memory.have(replace(work, verb=PULL, count=1), checks=False)
+            if self._side == RIGHT:
+                await line.send({"offer": ""})
+            found = await self._take(work)
+            if self._side == RIGHT:
+                await line.receive()
+            answer = {"seconds": (), "cpu_s": 0, "digest": "", "found": found}
+            await line.send(answer)
+        self._memory.close()
+
+    async def _take(self, work: Work) -> dict[str, Any]:
+        measure, count = work.verb, work.count
         if measure == IDLE:
             return await self._idle(count)
         if measure == OPEN:
@@ -215,7 +208,10 @@ class Measures:
         with watched(on=measure == STALLS) as found:
             for _ in range(count):
                 await self._move()
-        return {"cpu_s": time.process_time() - before_s} if measure == CPU else found()
+        if measure == STALLS:
+            return found()
+        cpu_s = time.process_time() - before_s
+        return {"s_per_gib": cpu_s * GIB / work.moved_bytes}
 
     async def _idle(self, count: int) -> dict[str, Any]:
         kept = [await self._one_more() for _ in range(_WARM_UP)]
@@ -227,20 +223,14 @@ class Measures:
             connection.abort()
         return {"bytes": (after - before) / count}
 
-    async def _one_more(self) -> kvwire.Connection:
-        communicator = self.ends.communicator
-        if not self.b.left:
-            return await communicator.accept()
-        where, transport = self.ends.addresses[0], self.b.options["transport"]
-        return await communicator.connect(where, transport=transport)
-
     async def _open_transfers(self, count: int) -> dict[str, Any]:
         """Each side begins its ends; they are matched, and nothing is ever ready."""
-        ends = [self._start() for _ in range(_WARM_UP)]
+        cache, blocks = self._memory.chosen
+        ends = [self._start(cache, blocks[:1]) for _ in range(_WARM_UP)]
         await self._meet()
         gc.collect()
         with _traced() as taken:
-            ends += [self._start() for _ in range(count)]
+            ends += [self._start(cache, blocks[:1]) for _ in range(count)]
             await self._meet()
             gc.collect()
             open_bytes = taken()[0]
@@ -250,26 +240,25 @@ class Measures:
             await end.drained()
         return {"bytes": open_bytes / count}
 
-    def _start(self) -> End:
-        pool = self.memory.pool
-        assert pool is not None
-        number, block = next(self.ends.ids), pool.blocks[:1]
-        if self.b.left:
-            return self.ends.connection.pull(number, pool.cache, block)
-        return self.ends.communicator.publish(number, pool.cache, block)
+    def _start(self, *chosen: Any) -> kvwire.Incoming | kvwire.Outgoing:
+        self._number += 1
+        if self._side == LEFT:
+            return self._connection.pull(self._number, *chosen)
+        return self._communicator.publish(self._number, *chosen)
 
     async def _move(self) -> None:
-        moves = OpsRound(self.b, self.ends, self.memory, self.work, ())
-        await moves.move()
+        end = self._start(*self._memory.chosen)
+        if isinstance(end, kvwire.Outgoing):
+            end.ready()
+            end.finish()
+        assert (await end).complete
+        await end.drained()
 
     async def _meet(self) -> None:
         """Wait until both sides are here, over the connection that is measured."""
-        sent = asyncio.ensure_future(self._send_go())
-        await self.ends.connection.recv(_GO)
+        sent = self._connection.send(_GO, b"")
+        await self._connection.recv(_GO)
         await sent
-
-    async def _send_go(self) -> None:
-        await self.ends.connection.send(_GO, b"")
 
 
 @contextmanager

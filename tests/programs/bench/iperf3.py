@@ -10,17 +10,17 @@ import json
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from kvwire import KVWireError
-from kvwire.cli.bench.operations import OpsWork
+from kvwire.cli.bench.line import HOST, Line, turns
 from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.side import HOST, Bench
-from kvwire.cli.bench.turns import Benchmark, Missing
+from kvwire.cli.bench.turns import Missing
+from kvwire.cli.bench.work import GET, PULL
 from kvwire.limits import GIB, MIB
 from tests.support.servers import Server
 
+NAME: Final = "iperf3"
 INSTALL: Final = "apt-get install iperf3, or brew install iperf3"
 ROUND_BYTES_MIN: Final = 1 * GIB
 # The largest block that iperf3 takes.
@@ -30,47 +30,39 @@ _TIMEOUT_S: Final = 60.0
 
 def missing() -> Missing | None:
     """What to do if iperf3 is not installed; None if it is."""
-    return None if shutil.which("iperf3") else Missing("iperf3", INSTALL)
+    return None if shutil.which("iperf3") else Missing(NAME, INSTALL)
 
 
 def contender() -> Contender:
-    return Contender("iperf3", run, alone=True)
+    return Contender(NAME, run)
 
 
-def beside(benchmark: Benchmark) -> Benchmark:
-    """Have it stand beside every rate of ``kvwire bench messages``, or name it."""
-    if absent := missing():
-        return replace(benchmark, missing=[*benchmark.missing, absent])
-    one = contender()
-    cases = [
-        case if case.unit.is_time else replace(case, beside=[*case.beside, one])
-        for case in benchmark.cases
-    ]
-    return replace(benchmark, cases=cases)
-
-
-async def run(b: Bench) -> None:
+async def run(line: Line, options: dict[str, Any]) -> None:
     """Run a server that stays, and a client for each round.
 
     It moves more than it is asked to; its time and CPU are those of what it was asked.
     """
-    cpu_s = 0.0
-    b.cpu_s = lambda: cpu_s
     command = ["iperf3", "-s", "-B", HOST, "-p", "{port}", "--forceflush"]
     server = Server(command, "listening")
     try:
         server.start()
-        b.facts["version"] = _output(["iperf3", "--version"]).partition("\n")[0]
-        async for work in b.works(OpsWork):
+        version = _output(["iperf3", "--version"]).partition("\n")[0]
+        await line.send({"facts": {"version": version}})
+        async for turn in turns(line):
+            work = turn.work
             total = max(work.moved_bytes, ROUND_BYTES_MIN)
             block = min(work.nbytes // max(1, work.fragments), _BLOCK_BYTES_MAX)
             client = ["iperf3", "-J", "-c", HOST, "-p", str(server.port)]
             client += ["-n", str(total), "-l", str(block)]
-            client += ["-R"] * (work.verb in {"get", "pull"})
-            async with b.clock():
-                seconds, its_cpu_s = read_report(_output(client))
-                cpu_s += its_cpu_s * work.moved_bytes
-            await b.report([seconds * work.moved_bytes])
+            client += ["-R"] * (work.verb in {GET, PULL})
+            seconds, cpu_s = read_report(_output(client))
+            await line.send(
+                {
+                    "seconds": [seconds * work.moved_bytes],
+                    "cpu_s": cpu_s * work.moved_bytes,
+                    "digest": "",
+                }
+            )
     finally:
         server.kill()
 

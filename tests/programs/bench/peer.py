@@ -1,4 +1,4 @@
-"""Peers that are libraries: which there are, how to get them, and how they are run.
+"""Peers that are libraries: which there are, how to get them, and where they stand.
 
 A peer need not be installed beside kvwire. Each is looked for in the interpreters that
 the user names, then in this one; what is found nowhere is named with how to install it.
@@ -6,18 +6,18 @@ the user names, then in this one; what is found nowhere is named with how to ins
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from kvwire.cli.bench.pair import Contender, Pair
-from kvwire.cli.bench.side import BenchError, Sample, Work
-from kvwire.cli.bench.turns import Missing
+from kvwire import UsageError
+from kvwire.cli.bench.command import SAME_HOST, TCP, UCX, VERBS
+from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.turns import Benchmark, Case, Missing
+from tests.programs.bench import iperf3
 
 # Loads the programs as a package without kvwire around it; behind what is installed,
 # since a module here may be called like one of those.
@@ -29,43 +29,9 @@ PROGRAM: Final = (
 _PROBE_TIMEOUT_S: Final = 60.0
 
 
-class PausedContender(Contender):
-    """One that polls as long as it lives: while it is not its turn, it is stopped."""
-
-    def start(self) -> Pair:
-        return PausedPair(self)
-
-
-class PausedPair(Pair):
-    """Processes that are stopped between two rounds."""
-
-    def __init__(self, contender: Contender) -> None:
-        super().__init__(contender)
-        self._signal(signal.SIGSTOP)
-
-    def round(self, work: Work, *, checks: bool = False) -> Sample:
-        with self._going_on():
-            return super().round(work, checks=checks)
-
-    def stop(self) -> None:
-        self._signal(signal.SIGCONT)
-        super().stop()
-
-    @contextmanager
-    def _going_on(self) -> Iterator[None]:
-        """Have them run; those of one that fails are ended by its caller."""
-        self._signal(signal.SIGCONT)
-        yield
-        self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: signal.Signals) -> None:
-        for side in self.sides:
-            side.process.send_signal(number)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A library that does the same; its program is called as it is."""
+    """A library that moves fragments; its program has its name."""
 
     name: str
     # Its top-level one.
@@ -83,12 +49,14 @@ class Peer:
 
         Some peers poll for as long as they live, and would take the CPU from others.
         """
-        return PausedContender(
+        return Contender(
             f"{self.name} {setting}".rstrip(),
-            self.name,
+            f"{self.name}:left",
+            f"{self.name}:right",
             environment=self.settings[setting],
             command=(interpreter, "-c", PROGRAM),
             options={"pool_bytes": pool_bytes},
+            is_paused=True,
         )
 
     @property
@@ -108,10 +76,7 @@ PEERS: Final = {
             name="nixl",
             module="nixl_cu12",
             install="pip install nixl-cu12 numpy (brings torch; --no-deps will do)",
-            settings={
-                "tcp": {"UCX_TLS": "tcp"},
-                "shm": {"UCX_TLS": "self,sm,tcp"},
-            },
+            settings=UCX,
         ),
         Peer(
             name="mooncake",
@@ -124,14 +89,9 @@ PEERS: Final = {
             # thousand fragments, so a second one goes in batches that it takes.
             settings={"": {}, "by 1024": {"BENCH_BATCH": "1024"}},
         ),
-        Peer(
-            name="ucxx",
-            module="ucxx",
-            install="pip install ucxx-cu12 numpy",
-            settings={"tcp": {"UCX_TLS": "tcp"}},
-        ),
     )
 }
+ALL_PEERS: Final = (*PEERS, iperf3.NAME)
 
 
 def interpreters(named: Sequence[Path]) -> list[str]:
@@ -157,3 +117,46 @@ def _has(interpreter: str, module: str) -> bool:
     except OSError:
         return False
     return done.returncode == 0
+
+
+def joined(
+    benchmark: Benchmark, names: Sequence[str], candidates: Sequence[str], wire: str
+) -> Benchmark:
+    """Let each of these take part that is installed, beside the work that it can do.
+
+    Libraries move blocks of caches, of cases with their wire; iperf3 stands beside
+    rates over TCP. ``wire`` is that of cases without a group.
+    """
+    blocks = [
+        case.work
+        for case in benchmark.cases
+        if case.work.layers and case.work.verb in VERBS
+    ]
+    pool_bytes = max((work.memory_bytes for work in blocks), default=0)
+    missing = list(benchmark.missing)
+    team: list[tuple[str, Contender]] = []
+    streams: list[Contender] = []
+    for name in names:
+        if name not in ALL_PEERS:
+            raise UsageError(f"--peers {name}: there are {', '.join(ALL_PEERS)}")
+        if name == iperf3.NAME:
+            absent = iperf3.missing()
+            streams += [] if absent else [iperf3.contender()]
+            missing += [absent] if absent else []
+        elif blocks:
+            peer = PEERS[name]
+            found = peer.interpreter(candidates)
+            missing += [] if found else [peer.missing]
+            for setting in peer.settings if found else ():
+                one = peer.contender(setting, str(found), pool_bytes)
+                team.append((SAME_HOST if setting == "shm" else TCP, one))
+
+    def beside(case: Case) -> list[Contender]:
+        its = case.group or wire
+        found = [one for where, one in team if where == its and case.work in blocks]
+        return found + (streams if its == TCP and not case.unit.is_time else [])
+
+    cases = [
+        replace(case, beside=[*case.beside, *beside(case)]) for case in benchmark.cases
+    ]
+    return replace(benchmark, cases=cases, missing=missing)

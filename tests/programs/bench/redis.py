@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import shutil
 import socket
-from typing import Final
+from typing import Any, Final
 
 from kvwire.cli.bench.bare import receive_into
-from kvwire.cli.bench.side import HOST, Bench
-from kvwire.cli.bench.store import HASH_BYTES, StoreWork
+from kvwire.cli.bench.line import HOST, Line
 from kvwire.cli.bench.turns import Missing
+from kvwire.cli.bench.work import Work
 from kvwire.store.namespace import DIGEST_BYTES
+from tests.programs.bench.store import HASH_BYTES, set_bytes
 from tests.programs.bench.store_peers import FlatBlocks
 from tests.support.servers import Server
 
@@ -35,7 +36,7 @@ def missing() -> Missing | None:
     return None if shutil.which(PROGRAM) else Missing(PROGRAM, INSTALL)
 
 
-async def blocks(b: Bench) -> None:
+async def blocks(line: Line, _: dict[str, Any]) -> None:
     command = [PROGRAM, "--bind", HOST, "--port", "{port}"]
     server = Server([*command, "--save", "", "--appendonly", "no"], _READY)
     try:
@@ -43,10 +44,10 @@ async def blocks(b: Bench) -> None:
         where = HOST, server.port
         with socket.create_connection(where, _TIMEOUT_S) as made:
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            redis, own = RedisBlocks(made), b.cpu_s
-            b.facts["redis"] = redis.info("server")["redis_version"]
-            b.cpu_s = lambda: own() + redis.cpu_s()
-            await redis.rounds(b)
+            redis = RedisBlocks(made)
+            facts = {"redis": redis.info("server")["redis_version"]}
+            await line.send({"facts": facts})
+            await redis.rounds(line)
     finally:
         server.kill()
 
@@ -57,18 +58,18 @@ class RedisBlocks(FlatBlocks):
         self._socket = sock
 
     def cpu_s(self) -> float:
-        """CPU seconds of the server, as it counts them."""
+        """Add those of the server, as it counts them."""
         info = self.info("cpu")
-        return sum(float(info[name]) for name in _CPU)
+        return super().cpu_s() + sum(float(info[name]) for name in _CPU)
 
-    async def match(self, work: StoreWork) -> None:
+    async def match(self, work: Work) -> None:
         number = self.flat(work).sets[-1]
         begins = _begins(work)[: work.count]
         keys = [_key(work, number, begin) for begin in begins]
         self._socket.sendall(_request(b"EXISTS", *keys))
         self._expect(b":%d\r\n" % work.count)
 
-    async def put(self, work: StoreWork) -> None:
+    async def put(self, work: Work) -> None:
         flat = self.flat(work)
         number = flat.next_put()
         for begin in _begins(work):
@@ -77,10 +78,10 @@ class RedisBlocks(FlatBlocks):
             self._socket.sendall(head)
             self._socket.sendall(flat.have[begin : begin + work.nbytes].data)
             self._socket.sendall(_END)
-        for _ in range(work.set_blocks):
+        for _ in range(work.blocks):
             self._expect(_STORED)
 
-    async def get(self, work: StoreWork) -> None:
+    async def get(self, work: Work) -> None:
         flat = self.flat(work)
         number = flat.next()
         begins = _begins(work)
@@ -89,7 +90,7 @@ class RedisBlocks(FlatBlocks):
         for begin in begins:
             self._value(flat.want[begin : begin + work.nbytes].data)
 
-    async def get_one(self, work: StoreWork, at: int) -> None:
+    async def get_one(self, work: Work, at: int) -> None:
         flat = self.flat(work)
         self._socket.sendall(_request(b"GET", _key(work, 0, flat.blocks[at])))
         self._value(flat.block(at)[1].data)
@@ -119,11 +120,11 @@ class RedisBlocks(FlatBlocks):
         return bytes(found)
 
 
-def _begins(work: StoreWork) -> range:
-    return range(0, work.set_bytes, work.nbytes)
+def _begins(work: Work) -> range:
+    return range(0, set_bytes(work), work.nbytes)
 
 
-def _key(work: StoreWork, number: int, begin: int) -> bytes:
+def _key(work: Work, number: int, begin: int) -> bytes:
     return (b"%d/%d/%d" % (work.nbytes, number, begin)).rjust(_KEY_BYTES, b"0")
 
 

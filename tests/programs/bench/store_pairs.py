@@ -7,91 +7,121 @@ the other way round. *Sockets* are bare ones, whose blocks lie side by side.
 from __future__ import annotations
 
 import socket
-from typing import Final
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any, Final
 
-from kvwire.cli.bench.bare import connected, receive_into, stream
-from kvwire.cli.bench.operations import BenchMemory, OpsRound, joined
-from kvwire.cli.bench.side import Bench, Seconds, digest, each_timed, fill
-from kvwire.cli.bench.store import (
-    GET,
+from kvwire.cli.bench import sides
+from kvwire.cli.bench.bare import receive_into
+from kvwire.cli.bench.line import HOST, Line, Seconds, each_timed, turns
+from kvwire.cli.bench.work import Work
+from kvwire.store.namespace import DIGEST_BYTES
+from tests.programs.bench.store import (
     HASH_BYTES,
     LOOKUPS,
-    MATCHES,
     ONE,
-    StoreWork,
+    transfer_of,
 )
-from kvwire.store.namespace import DIGEST_BYTES
 
 # What a store server is asked for each hash, and what it answers.
 _ASKED_BYTES: Final = DIGEST_BYTES + HASH_BYTES
-_ANSWER_BYTES: Final = 1
+_BYTE: Final = b"!"
 
 
-async def transfers(b: Bench) -> None:
-    """Push a set where it is put, and pull it where it is got.
+class _Transfers:
+    """A line whose works are transfers: of a set, or of one block after the other."""
 
-    One by one, the first blocks travel, each by itself.
-    """
-    memory = BenchMemory(b)
-    async with joined(b) as ends:
-        async for work in b.works(StoreWork):
-            memory.have(work.transfer)
-            if b.checks:
-                await memory.fill()
-            moves, pool = OpsRound(b, ends, memory, work.transfer, ()), memory.pool
-            assert pool is not None
-            whole, seconds = pool.blocks, list[float]()
-            each = [[block] for block in whole[: work.count]]
-            async with b.clock():
-                for pool.blocks in each if work.verb == ONE else [whole]:
-                    seconds += await moves.move()
-            pool.blocks = whole
-            # One by one, not all of them travel.
-            checks = b.checks and work.verb != ONE
-            await b.report(seconds, await memory.digested(checks))
-    memory.close()
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.send = line.send
+
+    async def receive(self) -> Any:
+        asked = await self._line.receive()
+        if isinstance(asked, dict):
+            given = Work(**asked["work"])
+            work = transfer_of(given)
+            if given.verb == ONE:
+                work = replace(work, nbytes=given.nbytes, blocks=1, count=given.count)
+            asked["work"] = {
+                name: getattr(work, name) for name in work.__dataclass_fields__
+            }
+        return asked
 
 
-async def sockets(b: Bench) -> None:
-    """Move blocks over one connection, and questions of the size of a match."""
-    with await connected(b) as sock:
-        made: dict[tuple[int, int], list[memoryview]] = {}
-        async for work in b.works(StoreWork):
-            key = work.nbytes, work.set_blocks
-            if key not in made:
-                made[key] = [memoryview(bytearray(key[0])) for _ in range(key[1])]
-            parts = made[key]
-            if b.checks:
-                await fill(parts[0])
-            async with b.clock():
-                if work.verb in (ONE, *MATCHES):
-                    seconds = await asked(b, sock, work, parts)
-                else:
-                    # All of a set: one block again and again would stay in the cache.
-                    to_left = work.verb == GET
-                    seconds = await stream(b, sock, to_left, parts, parts)
-            checks = b.checks and work.verb not in MATCHES
-            await b.report(seconds, digest(parts[0]) if checks else "")
+async def transfer_left(line: Line, options: dict[str, Any]) -> None:
+    await sides.left(_Transfers(line), options)
 
 
-async def asked(
-    b: Bench, sock: socket.socket, work: StoreWork, parts: list[memoryview]
+async def transfer_right(line: Line, options: dict[str, Any]) -> None:
+    await sides.right(_Transfers(line), options)
+
+
+async def sockets_left(line: Line, options: dict[str, Any]) -> None:
+    with socket.create_connection((HOST, options["address"])) as sock:
+        await line.send({"facts": {}})
+        await _exchange(line, sock, is_left=True)
+
+
+async def sockets_right(line: Line, _: dict[str, Any]) -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        await line.send({"address": listener.getsockname()[1], "facts": {}})
+        with closing(listener.accept()[0]) as sock:
+            await _exchange(line, sock, is_left=False)
+
+
+async def _exchange(line: Line, sock: socket.socket, *, is_left: bool) -> None:
+    """Do each round: ask for blocks, or for matches; send a set, and get a byte."""
+    rooms: dict[tuple[int, int], list[memoryview]] = {}
+    async for turn in turns(line):
+        work = turn.work
+        key = work.nbytes, work.blocks
+        if key not in rooms:
+            rooms[key] = [memoryview(bytearray(key[0])) for _ in range(key[1])]
+        began_s = time.process_time()
+        if not is_left:
+            await line.send({"offer": ""})
+        seconds = await _moved(sock, work, rooms[key], is_left=is_left)
+        if not is_left:
+            await line.receive()
+        cpu_s = time.process_time() - began_s
+        await line.send({"seconds": seconds, "cpu_s": cpu_s, "digest": ""})
+
+
+async def _moved(
+    sock: socket.socket, work: Work, parts: list[memoryview], *, is_left: bool
 ) -> Seconds:
-    """Ask for one block after the other, or for matches."""
-    question, times = memoryview(bytearray(b"!")), work.count
-    if work.verb in MATCHES:
-        question, times = memoryview(bytearray(times * _ASKED_BYTES)), LOOKUPS
-        parts = [memoryview(bytearray(work.count * _ANSWER_BYTES))]
+    byte = memoryview(bytearray(_BYTE))
+    match work.verb:
+        case "match" | "match of one":
+            question = [memoryview(bytearray(work.count * _ASKED_BYTES))]
+            times, answer = LOOKUPS, [memoryview(bytearray(work.count))]
+        case "get of one":
+            times, question, answer = work.count, [byte], parts[:1]
+        case "get":
+            # All of a set: one block again and again would stay in the cache.
+            times, question, answer = 1, [byte], parts
+        case _:
+            times, question, answer = 1, parts, [byte]
 
-    async def ask(number: int) -> None:
-        sock.sendall(question)
-        receive_into(sock, parts[number % len(parts)])
+    async def ask(_: int) -> None:
+        _send(sock, question)
+        _receive(sock, answer)
 
-    if b.left:
-        await b.receive()
+    if is_left:
         return await each_timed(times, ask)
-    await b.send()
-    for number in range(times):
-        receive_into(sock, question)
-        sock.sendall(parts[number % len(parts)])
+    for _ in range(times):
+        _receive(sock, question)
+        _send(sock, answer)
     return ()
+
+
+def _send(sock: socket.socket, parts: Sequence[memoryview]) -> None:
+    for part in parts:
+        sock.sendall(part)
+
+
+def _receive(sock: socket.socket, parts: Sequence[memoryview]) -> None:
+    for part in parts:
+        receive_into(sock, part)

@@ -9,21 +9,12 @@ from contextlib import ExitStack
 from importlib.metadata import version
 from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kvwire.cli.bench.side import Bench, Bytes
-from kvwire.cli.bench.store import (
-    COLD_GET,
-    FLUSHED_PUT,
-    HASH_BYTES,
-    MATCHES,
-    PUTS,
-    SETS,
-    BlockMover,
-    StoreWork,
-    drop,
-)
+from kvwire.cli.bench.line import Line
+from kvwire.cli.bench.work import Bytes, Work
 from kvwire.store.address import TierAddress
 from kvwire.store.limits import (
     STORE_BATCH_BYTES,
@@ -31,17 +22,28 @@ from kvwire.store.limits import (
     STORE_TIMEOUT_S,
 )
 from kvwire.store.tiers.object import bucket_of
+from tests.programs.bench.store import (
+    COLD_GET,
+    FLUSHED_PUT,
+    HASH_BYTES,
+    MATCHES,
+    PUTS,
+    SETS,
+    BlockMover,
+    drop,
+    set_bytes,
+)
 
 
 class FlatSet:
     """A set of blocks side by side: those that are there, and those that are wanted."""
 
-    def __init__(self, work: StoreWork) -> None:
+    def __init__(self, work: Work) -> None:
         rng = np.random.default_rng()
-        self.have = rng.integers(0, 256, work.set_bytes, np.uint8)
-        self.want = np.ones(work.set_bytes, np.uint8)
+        self.have = rng.integers(0, 256, set_bytes(work), np.uint8)
+        self.want = np.ones(set_bytes(work), np.uint8)
         # Where they begin, in the order in which single ones are moved.
-        order = np.random.default_rng(0).permutation(work.set_blocks) * work.nbytes
+        order = np.random.default_rng(0).permutation(work.blocks) * work.nbytes
         self.blocks: list[int] = order.tolist()
         # The last two that were put; the one that was used longer ago is first.
         self.sets: list[int] = []
@@ -71,10 +73,10 @@ class FlatBlocks(BlockMover):
     def __init__(self) -> None:
         self._sets: dict[int, FlatSet] = {}
 
-    async def ready(self, work: StoreWork) -> None:
+    async def ready(self, work: Work, offer: Any) -> None:
         self.flat(work).want[:] = 0
 
-    async def verify(self, work: StoreWork) -> None:
+    async def verify(self, work: Work) -> None:
         flat = self.flat(work)
         got = [] if work.verb in (*PUTS, *MATCHES) else flat.blocks[: work.count]
         for begin in got:
@@ -82,7 +84,7 @@ class FlatBlocks(BlockMover):
             if not np.array_equal(flat.have[part], flat.want[part]):
                 raise RuntimeError("get returned other bytes than put had stored")
 
-    def flat(self, work: StoreWork) -> FlatSet:
+    def flat(self, work: Work) -> FlatSet:
         if work.nbytes not in self._sets:
             self._sets[work.nbytes] = FlatSet(work)
         return self._sets[work.nbytes]
@@ -93,25 +95,25 @@ class MemoryBlocks(FlatBlocks):
 
     _hashes: Sequence[bytes] = ()
 
-    async def ready(self, work: StoreWork) -> None:
-        await super().ready(work)
+    async def ready(self, work: Work, offer: Any) -> None:
+        await super().ready(work, offer)
         if work.verb in MATCHES:
             self._hashes = [os.urandom(HASH_BYTES) for _ in range(work.count)]
             self._table = dict(zip(self._hashes, range(work.count), strict=True))
 
-    async def put(self, work: StoreWork) -> None:
+    async def put(self, work: Work) -> None:
         flat = self.flat(work)
         np.copyto(flat.want, flat.have)
 
-    async def get(self, work: StoreWork) -> None:
+    async def get(self, work: Work) -> None:
         flat = self.flat(work)
         np.copyto(flat.want, flat.have)
 
-    async def get_one(self, work: StoreWork, at: int) -> None:
+    async def get_one(self, work: Work, at: int) -> None:
         have, want = self.flat(work).block(at)
         np.copyto(want, have)
 
-    async def match(self, work: StoreWork) -> None:
+    async def match(self, work: Work) -> None:
         found = map(self._table.get, self._hashes, repeat(-1))
         slots = np.fromiter(found, np.int64, work.count)
         _require(int((slots >= 0).sum()), work.count, "hashes match")
@@ -126,47 +128,47 @@ class FileBlocks(FlatBlocks):
         self._opened = opened
         self._files: dict[int, int] = {}
 
-    async def ready(self, work: StoreWork) -> None:
-        await super().ready(work)
+    async def ready(self, work: Work, offer: Any) -> None:
+        await super().ready(work, offer)
         os.fsync(self._file(work))
         if work.verb == COLD_GET:
             drop(self._path(work))
 
-    async def put(self, work: StoreWork) -> None:
+    async def put(self, work: Work) -> None:
         file, flat = self._file(work), self.flat(work)
         number = flat.next_put()
-        for first in range(0, work.set_bytes, STORE_BATCH_BYTES):
+        for first in range(0, set_bytes(work), STORE_BATCH_BYTES):
             piece = flat.have[first : first + STORE_BATCH_BYTES]
-            moved = os.pwrite(file, piece.data, number * work.set_bytes + first)
+            moved = os.pwrite(file, piece.data, number * set_bytes(work) + first)
             _require(moved, piece.size)
         if work.verb == FLUSHED_PUT:
             os.fsync(file)
 
-    async def get(self, work: StoreWork) -> None:
+    async def get(self, work: Work) -> None:
         flat = self.flat(work)
-        begin = flat.next() * work.set_bytes
-        for first in range(0, work.set_bytes, STORE_BATCH_BYTES):
+        begin = flat.next() * set_bytes(work)
+        for first in range(0, set_bytes(work), STORE_BATCH_BYTES):
             piece = flat.want[first : first + STORE_BATCH_BYTES]
             moved = os.preadv(self._file(work), [piece.data], begin + first)
             _require(moved, piece.size)
 
-    async def get_one(self, work: StoreWork, at: int) -> None:
+    async def get_one(self, work: Work, at: int) -> None:
         flat = self.flat(work)
         _, piece = flat.block(at)
         moved = os.preadv(self._file(work), [piece.data], flat.blocks[at])
         _require(moved, piece.size)
 
-    def _path(self, work: StoreWork) -> Path:
+    def _path(self, work: Work) -> Path:
         return self._place / f"{work.nbytes}"
 
-    def _file(self, work: StoreWork) -> int:
+    def _file(self, work: Work) -> int:
         if work.nbytes not in self._files:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             file = self._files[work.nbytes] = os.open(self._path(work), flags, 0o600)
             self._opened.callback(os.close, file)
             # As the file of a disk tier, which has its room from the beginning.
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file, 0, SETS * work.set_bytes)
+                os.posix_fallocate(file, 0, SETS * set_bytes(work))
         return self._files[work.nbytes]
 
 
@@ -178,7 +180,7 @@ class ObjectBlocks(FlatBlocks):
         address = TierAddress.parse(f"object:file://{place}")
         self._store = bucket_of(address, STORE_TIMEOUT_S)
 
-    async def put(self, work: StoreWork) -> None:
+    async def put(self, work: Work) -> None:
         flat = self.flat(work)
         number, flat.number = flat.number, flat.number + 1
 
@@ -189,22 +191,20 @@ class ObjectBlocks(FlatBlocks):
         await self._all(work, put_block)
         flat.sets = [*flat.sets, number][-2:]
 
-    async def get(self, work: StoreWork) -> None:
+    async def get(self, work: Work) -> None:
         number = self.flat(work).next()
         await self._all(work, lambda at: self._get(work, number, at))
 
-    async def get_one(self, work: StoreWork, at: int) -> None:
+    async def get_one(self, work: Work, at: int) -> None:
         await self._get(work, self.flat(work).number - 1, at)
 
-    async def _get(self, work: StoreWork, number: int, at: int) -> None:
+    async def _get(self, work: Work, number: int, at: int) -> None:
         found = await self._store.get_async(_object(work, number, at))
         _, want = self.flat(work).block(at)
         want[:] = np.frombuffer(await found.bytes_async(), np.uint8)
 
-    async def _all(
-        self, work: StoreWork, move: Callable[[int], Awaitable[None]]
-    ) -> None:
-        numbers = iter(range(work.set_blocks))
+    async def _all(self, work: Work, move: Callable[[int], Awaitable[None]]) -> None:
+        numbers = iter(range(work.blocks))
 
         async def lane() -> None:
             for at in numbers:
@@ -213,7 +213,7 @@ class ObjectBlocks(FlatBlocks):
         await asyncio.gather(*(lane() for _ in range(STORE_OBJECT_REQUESTS)))
 
 
-def _object(work: StoreWork, number: int, at: int) -> str:
+def _object(work: Work, number: int, at: int) -> str:
     return f"{work.nbytes}/{number}/{at}"
 
 
@@ -222,16 +222,17 @@ def _require(found: int, wanted: int, what: str = "bytes were moved") -> None:
         raise RuntimeError(f"{found} of {wanted} {what}")
 
 
-async def memory(b: Bench) -> None:
-    b.facts["numpy"] = np.__version__
-    await MemoryBlocks().rounds(b)
+async def memory(line: Line, _: dict[str, Any]) -> None:
+    await line.send({"facts": {"numpy": np.__version__}})
+    await MemoryBlocks().rounds(line)
 
 
-async def files(b: Bench) -> None:
+async def files(line: Line, options: dict[str, Any]) -> None:
+    await line.send({"facts": {}})
     with ExitStack() as opened:
-        await FileBlocks(Path(b.options["place"]), opened).rounds(b)
+        await FileBlocks(Path(options["place"]), opened).rounds(line)
 
 
-async def objects(b: Bench) -> None:
-    b.facts["obstore"] = version("obstore")
-    await ObjectBlocks(Path(b.options["place"])).rounds(b)
+async def objects(line: Line, options: dict[str, Any]) -> None:
+    await line.send({"facts": {"obstore": version("obstore")}})
+    await ObjectBlocks(Path(options["place"])).rounds(line)

@@ -8,8 +8,7 @@ from typing import Final
 
 import pytest
 
-from kvwire.cli.bench.operations import ARENA
-from kvwire.cli.bench.ops import is_window_get
+from kvwire.cli.bench.work import ARENA, GET
 from kvwire.memory import pieces
 from tests.programs.bench.counts import count, works
 
@@ -17,7 +16,7 @@ from tests.programs.bench.counts import count, works
 # others inline other calls. With a compiled copy.
 # What makes one dearer is named here, with its reason in the commit; what makes it
 # cheaper lowers its line. The last word of a transfer has a frame of its own where the
-# next transfer comes late, and eight blocks of a store a CREDIT.
+# next transfer comes late.
 CEILINGS: Final = {
     "pull, 64 KiB, 16 layers": (490, 5),
     "pull, 256 KiB, 16 layers": (482, 5),
@@ -31,12 +30,8 @@ CEILINGS: Final = {
     "get, 64 KiB": (121, 2),
     "get, 64 KiB, 16 layers": (128, 2),
     "get, 256 KiB, 16 layers": (129, 2),
-    # The server keeps an index for clients of its host, which takes ten calls of a put.
-    "store put, 64 KiB": (307, 2.125),
-    "store get, 64 KiB": (252, 2.125),
-    "store put, 1 MiB": (540, 6),
-    "store get, 1 MiB": (525, 6),
 }
+_WINDOWS: Final = [n for n, w in works().items() if w.verb == GET and w.layers]
 # Of gets from a window whose memory is mapped, or read by one system call.
 IN_PLACE: Final = 31
 # So many calls more copy the pieces of an operation where nothing is compiled.
@@ -73,7 +68,7 @@ def test_an_operation_is_no_dearer_than_it_was(name: str) -> None:
 )
 @pytest.mark.skipif(pieces.compiled is None, reason="nothing is compiled here")
 @pytest.mark.parametrize("memory", ["", ARENA])
-@pytest.mark.parametrize("name", [n for n, w in works().items() if is_window_get(w)])
+@pytest.mark.parametrize("name", _WINDOWS)
 def test_a_window_is_read_in_place_without_the_owner(name: str, memory: str) -> None:
     """By few calls, no frames, and nothing that the owner does."""
     counts = asyncio.run(count(works()[name], "local", memory))

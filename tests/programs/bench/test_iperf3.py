@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvwire import KVWireError
-from kvwire.cli.bench.operations import OpsWork
-from kvwire.cli.bench.side import BenchError
+from kvwire.cli.bench.command import TCP
+from kvwire.cli.bench.pair import BenchError
 from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND
+from kvwire.cli.bench.work import Work
 from kvwire.limits import GIB, MIB
 from tests.cli.bench.contenders import Scripted, benchmark, case
 from tests.programs.bench import iperf3
+from tests.programs.bench.peer import joined
 
 
 def test_a_report_is_read() -> None:
@@ -35,12 +37,12 @@ def test_it_stands_beside_rates_or_is_named_with_its_remedy(
     ours = Scripted("kvwire")
     whole = benchmark(case(ours), case(ours, unit=GIGABYTES_PER_SECOND))
     monkeypatch.setattr(iperf3, "missing", lambda: None)
-    cases = iperf3.beside(whole).cases
+    cases = joined(whole, ["iperf3"], [], TCP).cases
     names = [[one.name for one in case.contenders] for case in cases]
     assert names == [["kvwire"], ["kvwire", "iperf3"]]
     monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
-    (absent,) = iperf3.beside(whole).missing
+    (absent,) = joined(whole, ["iperf3"], [], TCP).missing
     assert "apt-get install iperf3" in absent.remedy
     fake = tmp_path / "iperf3"
     fake.write_text("#!/bin/sh\necho cannot bind\n")
@@ -56,7 +58,7 @@ def test_it_stands_beside_rates_or_is_named_with_its_remedy(
 @pytest.mark.parametrize("verb", ["send", "get"])
 def test_the_real_one(verb: str) -> None:
     with iperf3.contender().start() as pair:
-        sample = pair.round(OpsWork(verb=verb, nbytes=MIB, count=1))
+        sample = pair.turn(Work(verb=verb, nbytes=MIB, count=1))
         assert pair.facts["version"].startswith("iperf 3")
     assert sample.seconds[0] > 0
     assert sum(sample.cpu_s) > 0

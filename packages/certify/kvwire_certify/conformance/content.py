@@ -172,7 +172,7 @@ class Memory:
                 return int(place.start + np.flatnonzero(piece != data[place])[0])
         return None
 
-    def gaps_unchanged(self) -> bool:
+    def gaps_are_whole(self) -> bool:
         """Return whether the gaps beside the payload are unchanged."""
         behind = self._arena[self._ends[:, None] + np.arange(_GAP_BYTES)]
         first = self._arena[:_GAP_BYTES]

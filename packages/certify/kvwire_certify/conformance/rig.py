@@ -92,7 +92,7 @@ class Rig(Generic[S]):
         """Return the sides that end when the first one does."""
 
     @abstractmethod
-    async def wait_idle(self, side: S) -> None:
+    async def rests(self, side: S) -> None:
         """Wait until a side is idle or closed."""
 
     # --- waiting ----------------------------------------------------------------------
@@ -331,7 +331,7 @@ class LinkRig(Rig[LinkSide]):
     def ended_by(self, closer: LinkSide, other: LinkSide) -> tuple[LinkSide, ...]:
         return closer, other
 
-    async def wait_idle(self, side: LinkSide) -> None:
+    async def rests(self, side: LinkSide) -> None:
         await self.closes(side)
 
     @property
@@ -426,7 +426,7 @@ class LaneRig(Rig[LaneSide]):
     def ended_by(self, closer: LaneSide, other: LaneSide) -> tuple[LaneSide, ...]:
         return (closer,)
 
-    async def wait_idle(self, side: LaneSide) -> None:
+    async def rests(self, side: LaneSide) -> None:
         await self.until(
             lambda: side.closed or not (side.lent or side.expected),
             f"{side.name}: its payloads end, or the lane does",

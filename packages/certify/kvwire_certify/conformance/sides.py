@@ -60,7 +60,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class LanePayload:
+class Parcel:
     """The descriptor of one payload, as the control link carries it."""
 
     number: int
@@ -73,13 +73,13 @@ class KitLanding(Landing):
 
     __slots__ = ("memory", "number")
 
-    def __init__(self, item: Head | LanePayload, memory: Memory | None) -> None:
+    def __init__(self, item: Head | Parcel, memory: Memory | None) -> None:
         super().__init__(item.length, memory.payload if memory else None)
         self.number: int = item.number
         self.memory: Memory | None = memory
 
 
-def _memory_of(item: Head | LanePayload) -> Memory | None:
+def _memory_of(item: Head | Parcel) -> Memory | None:
     return Memory(item.length) if item.length else None
 
 
@@ -225,7 +225,7 @@ class Side:
         """Let payloads land in new memory; return the list that collects it."""
         landed: list[Memory] = []
 
-        def land(item: Head | LanePayload) -> Memory:
+        def land(item: Head | Parcel) -> Memory:
             landed.append(Memory(item.length, cut))
             return landed[-1]
 
@@ -298,7 +298,7 @@ class Side:
                 if at is not None:
                     where = f"wrong at {what}, first at byte {at}"
                     self.wrong(f"payload {number} of {nbytes} bytes is {where}")
-            if not memory.gaps_unchanged():
+            if not memory.gaps_are_whole():
                 self.wrong(f"payload {number}: memory beside it was written")
         self.arrived.append(number)
         self.on_arrival(landing)
@@ -434,7 +434,7 @@ class LaneSide(Side, LaneHandler):
     def __init__(self, name: str, lane: Lane, verdicts: Verdicts) -> None:
         super().__init__(name, lane, verdicts)
         self.lane = lane
-        self.inbox: deque[LanePayload] = deque()
+        self.inbox: deque[Parcel] = deque()
         self._landings: list[KitLanding] = []
 
     async def join(self, bootstrap: bytes) -> None:
@@ -450,7 +450,7 @@ class LaneSide(Side, LaneHandler):
             self.wrong(f"send returned a descriptor of {len(descriptor)} bytes")
         if self.closed and descriptor:
             self.wrong("send returned a descriptor after lane_closed")
-        self.across.inbox.append(LanePayload(token.number, length, descriptor))
+        self.across.inbox.append(Parcel(token.number, length, descriptor))
 
     def send_many(self, count: int, length: int, cut: Cut | None = None) -> list[Token]:
         """Queue ``count`` payloads, flush, and let the other side receive them."""
@@ -469,7 +469,7 @@ class LaneSide(Side, LaneHandler):
         self.holding = False
         self.take()
 
-    def receive(self, parcel: LanePayload | None = None) -> None:
+    def receive(self, parcel: Parcel | None = None) -> None:
         """Queue one arrival: the given descriptor, or the inbox's first."""
         if parcel is None:
             parcel = self.inbox.popleft()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import time
 from typing import Any, Final
 
 import numpy as np
@@ -16,9 +15,6 @@ from nixl_cu12._api import nixl_agent, nixl_agent_config
 
 from .serving import Offsets, Peer
 
-# NIXL has no way to wait. A short sleep lets its own thread have the CPU; polling
-# without one was slower on two CPUs.
-_POLL_S: Final = 100e-6
 _OPERATIONS: Final = {"push": "WRITE", "pull": "READ", "get": "READ"}
 
 
@@ -64,8 +60,8 @@ class Program(Peer):
         agent = self._agent
         handle = agent.make_prepped_xfer(operation, ours, every, theirs, every)
         state = agent.transfer(handle)
+        # NIXL has no way to wait.
         while state == "PROC":
-            time.sleep(_POLL_S)
             state = agent.check_xfer_state(handle)
         agent.release_xfer_handle(handle)
         if state != "DONE":

@@ -1,7 +1,7 @@
 """The frame of a peer's program, and the memory that all programs have alike.
 
-It does what :class:`kvwire.cli.bench.side.Bench` does, without kvwire: lines of JSON
-between the process that runs the benchmark, the left side, and the right one.
+It does what :mod:`kvwire.cli.bench.line` does, without kvwire: lines of JSON between
+one side and the process that runs the benchmark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 HOST: Final = "127.0.0.1"
-# As in kvwire.cli.bench.operations, which a program need not have.
+# As in kvwire.cli.bench.work, which a program need not have.
 LEFT: Final = 1
 RIGHT: Final = 2
 Offsets = npt.NDArray[np.int64]
@@ -29,7 +29,7 @@ _DIGEST_BYTES: Final = 16
 
 
 class Peer:
-    """One side. The right one listens and serves, the left one drives.
+    """One side. The right one listens and is passive, the left one moves everything.
 
     A work is ``verb`` ("push", or "pull" and "get", which are the same) and one
     transfer of ``nbytes`` in ``layers`` and ``blocks``; a block has all layers side by
@@ -61,59 +61,38 @@ class Peer:
     def listen(self) -> Any:
         """Right: what the left side needs."""
 
-    def accept(self) -> None:
-        """Right: wait for the left one, where that is needed."""
-
     @abstractmethod
     def connect(self, address: Any) -> dict[str, Any]:
         """Left: connect; the answer is facts for the JSON document."""
 
-    def use(self, work: dict[str, Any], side: int) -> None:
-        """Get ready for a round."""
-        if work == self.work:
-            return
-        self.work, self.offsets = work, offsets(work, side)
-        self.nbytes = work["nbytes"] // len(self.offsets)
-        if side == LEFT:
-            self.ready(offsets(work, RIGHT))
-
+    @abstractmethod
     def ready(self, theirs: Offsets) -> None:
         """Left: get ready for a work that is new; where its fragments are there."""
-
-    def fill(self) -> None:
-        """Random bytes into the whole pool."""
-        words = self.memory[: self.memory.size // 8 * 8].view(np.uint64)
-        words[:] = np.random.default_rng().integers(0, 2**63, words.size, np.uint64)
-
-    def digest(self) -> str:
-        travelling = self.fragments()[self.rows].data
-        return hashlib.blake2b(travelling, digest_size=_DIGEST_BYTES).hexdigest()
-
-    def drive(self) -> list[float]:
-        """Left: move everything ``count`` times; the answer is the seconds of each."""
-        seconds = []
-        for _ in range(self.work["count"]):
-            began = time.perf_counter()
-            self.move()
-            seconds.append(time.perf_counter() - began)
-        return seconds
 
     @abstractmethod
     def move(self) -> None:
         """Left: move everything once; over when it is where it belongs."""
 
-    def serve(self) -> None:
-        """Right: do what :meth:`drive` needs of it, ``count`` times."""
+    def use(self, turn: dict[str, Any], side: int) -> None:
+        """Get ready for a round; with ``checks``, random bytes in the whole pool."""
+        work = turn["work"]
+        if work != self.work:
+            self.work, self.offsets = work, offsets(work, side)
+            self.nbytes = work["nbytes"] // len(self.offsets)
+            if side == LEFT:
+                self.ready(offsets(work, RIGHT))
+        if turn["checks"]:
+            self.memory[:] = np.frombuffer(
+                np.random.default_rng().bytes(self.memory.size), np.uint8
+            )
 
-    def fragments(self) -> npt.NDArray[np.uint8]:
-        """The pool as an array with a row for each place of a fragment."""
+    def digest(self, turn: dict[str, Any]) -> str:
+        """Of the fragments that travel; "" unless the round checks them."""
+        if not turn["checks"]:
+            return ""
         whole = self.memory[: self.memory.size // self.nbytes * self.nbytes]
-        return whole.reshape(-1, self.nbytes)
-
-    @property
-    def rows(self) -> npt.NDArray[np.int64]:
-        rows: npt.NDArray[np.int64] = self.offsets // self.nbytes
-        return rows
+        travelling = whole.reshape(-1, self.nbytes)[self.offsets // self.nbytes]
+        return hashlib.blake2b(travelling.data, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def offsets(work: dict[str, Any], side: int) -> Offsets:
@@ -128,14 +107,14 @@ def offsets(work: dict[str, Any], side: int) -> Offsets:
     return found
 
 
-class Lines:
-    """JSON values over a socket, a line each."""
+class Line:
+    """JSON values over the standard input, which is a socket."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._file = socket.socket(fileno=descriptor).makefile("rw")
+    def __init__(self) -> None:
+        self._file = socket.socket(fileno=0).makefile("rw")
 
-    def send(self, value: object) -> None:
-        self._file.write(json.dumps(value) + "\n")
+    def send(self, **values: object) -> None:
+        self._file.write(json.dumps(values) + "\n")
         self._file.flush()
 
     def receive(self) -> Any:
@@ -143,66 +122,50 @@ class Lines:
         if not (line := self._file.readline()):
             # Threads of a peer that never end would keep the interpreter from ending.
             os._exit(0)
-        found = json.loads(line)
-        if isinstance(found, dict) and "error" in found:
-            raise RuntimeError(f"the other side failed: {found['error']}")
-        return found
+        return json.loads(line)
 
 
 def main() -> None:
-    """Be one side of a peer until its input ends: ``SIDE [DESCRIPTOR]``."""
+    """Be one side of a peer until its input ends: ``PROGRAM:SIDE OPTIONS``."""
     # Ctrl-C reaches every process of a terminal; this one ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    side = json.loads(sys.argv[1])
-    first = Lines(0)
+    name, _, side = sys.argv[1].partition(":")
+    options = json.loads(sys.argv[2])
+    line = Line()
     try:
-        module = importlib.import_module(f".{side['program']}", __package__)
-        peer: Peer = module.Program(side["options"])
-        if side["left"]:
-            _left(peer, first, Lines(int(sys.argv[2])))
+        module = importlib.import_module(f".{name}", __package__)
+        peer: Peer = module.Program(options)
+        if side == "left":
+            _left(peer, line, options["address"])
         else:
-            _right(peer, first)
+            _right(peer, line)
     except Exception as exc:  # noqa: BLE001 - it is reported by the other process
-        first.send({"error": f"{type(exc).__name__}: {exc}"})
+        line.send(error=f"{type(exc).__name__}: {exc}")
         os._exit(0)
 
 
-def _left(peer: Peer, control: Lines, other: Lines) -> None:
-    control.send({"facts": peer.connect(other.receive())})
+def _left(peer: Peer, line: Line, address: Any) -> None:
+    line.send(facts=peer.connect(address))
     while True:
-        asked = control.receive()
-        other.send(asked)
-        peer.use(asked["work"], LEFT)
-        if asked["checks"]:
-            peer.fill()
-        other.receive()  # the other side is ready
+        turn = line.receive()
+        peer.use(turn, LEFT)
+        seconds = []
         began_s = time.process_time()
-        seconds = peer.drive()
+        for _ in range(turn["work"]["count"]):
+            began = time.perf_counter()
+            peer.move()
+            seconds.append(time.perf_counter() - began)
         cpu_s = time.process_time() - began_s
-        other.send(None)
-        here = peer.digest() if asked["checks"] else ""
-        its_cpu_s, there = other.receive()
-        damage = f"the received bytes differ: {here}, {there}"
-        control.send(
-            {
-                "seconds": seconds,
-                "cpu_s": [cpu_s, its_cpu_s],
-                "damage": "" if here == there else damage,
-            }
-        )
+        line.send(seconds=seconds, cpu_s=cpu_s, digest=peer.digest(turn))
 
 
-def _right(peer: Peer, other: Lines) -> None:
-    other.send(peer.listen())
-    peer.accept()
+def _right(peer: Peer, line: Line) -> None:
+    line.send(address=peer.listen(), facts={})
     while True:
-        asked = other.receive()
-        peer.use(asked["work"], RIGHT)
-        if asked["checks"]:
-            peer.fill()
+        turn = line.receive()
+        peer.use(turn, RIGHT)
         began_s = time.process_time()
-        other.send(None)
-        peer.serve()
-        other.receive()  # the left side is done
+        line.send(offer="")
+        line.receive()  # the left side is done
         cpu_s = time.process_time() - began_s
-        other.send([cpu_s, peer.digest() if asked["checks"] else ""])
+        line.send(cpu_s=cpu_s, digest=peer.digest(turn))

@@ -240,7 +240,7 @@ async def _(rig: LaneRig, left: LaneSide, right: LaneSide, stage: Stage) -> None
     await stage(rig, left, right)
     left.abort()
     right.release()
-    await rig.wait_idle(right)
+    await rig.rests(right)
     await rig.closes(left)
 
 
@@ -253,7 +253,7 @@ async def _(rig: AnyRig, victim: Any, peer: Any) -> None:
     left.flush()
     right.take()
     await rig.closes(victim)
-    await rig.wait_idle(peer)
+    await rig.rests(peer)
     await rig.arrives(right, 1)
     require(not left.closed and not right.closed, "another one closed too")
 

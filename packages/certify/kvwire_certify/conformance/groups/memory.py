@@ -119,7 +119,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
         poison(token)
     # Payload sent before the abort may still arrive, but unchanged: each arrival is
     # compared.
-    await rig.wait_idle(right)
+    await rig.rests(right)
     await _require_untouched(rig, landed, "the end")
 
 
@@ -132,7 +132,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     for token in tokens:
         poison(token)
     right.release()
-    await rig.wait_idle(right)
+    await rig.rests(right)
 
 
 async def _require_untouched(rig: AnyRig, landed: list[Memory], since: str) -> None:
@@ -235,7 +235,7 @@ async def _abort_midway(rig: AnyRig) -> None:
     left.send_many(8, MIB)
     right.abort()
     await rig.closes(right)
-    await rig.wait_idle(left)
+    await rig.rests(left)
 
 
 async def _never_start(rig: LinkRig) -> None:
@@ -404,5 +404,5 @@ async def _harmless(
     right.abort()
     await rig.closes(left, right)
     rig.forget(left, right)
-    require(memory.gaps_unchanged(), "memory beside the landing was written")
+    require(memory.gaps_are_whole(), "memory beside the landing was written")
     return len(parcel.descriptor)

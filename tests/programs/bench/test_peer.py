@@ -1,7 +1,4 @@
-"""Libraries beside ``kvwire bench fragments``, and what is aimed at beside them.
-
-Peers are whatever is installed here; each that is not says why its test is skipped.
-"""
+"""Libraries beside kvwire: they do the same, or say why not; what is aimed at."""
 
 from __future__ import annotations
 
@@ -9,37 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvwire.cli.bench.fragments import fragments, work_of
-from kvwire.cli.bench.operations import LEFT, RIGHT, OpsWork, Pool
-from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.side import BenchError
-from kvwire.cli.bench.turns import (
-    GIGABYTES_PER_SECOND,
-    MICROSECONDS,
-    Benchmark,
-    Case,
-)
+from kvwire.cli.bench.command import SAME_HOST, TCP, fragments_of, ops_of, work_of
+from kvwire.cli.bench.pair import BenchError, Contender
+from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND, Case
+from kvwire.cli.bench.work import LEFT, RIGHT, Pool, Work
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
-from tests.cli.bench.contenders import case, measured, rated
-from tests.cli.bench.test_works import POOL_BYTES, WORKS, does_every_work
-from tests.programs.bench import iperf3
+from tests.cli.bench.contenders import case, does, measured, rated
+from tests.cli.bench.test_work import WORKS
 from tests.programs.bench.__main__ import app
-from tests.programs.bench.fragments import (
-    ALL_PEERS,
-    CLAIMS,
-    beside_transfers,
-    joining,
-    judge,
-)
-from tests.programs.bench.peer import PEERS, interpreters
+from tests.programs.bench.peer import ALL_PEERS, PEERS, interpreters, joined
 from tests.programs.bench.peers.serving import offsets
+from tests.programs.bench.targets import CLAIMS, judge
+
+POOL_BYTES = max(work.memory_bytes for work in WORKS)
 
 
 def test_peers_that_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,32 +53,60 @@ def test_peers_move_the_same_fragments(name: str) -> None:
     if name == "mooncake" and not _loads(interpreter, "mooncake.engine"):
         pytest.skip(f"{name} lacks a library of the system: {peer.install}")
     for setting in peer.settings:
-        contender = peer.contender(setting, interpreter, POOL_BYTES)
-        assert does_every_work(contender)
+        with peer.contender(setting, interpreter, POOL_BYTES).start() as pair:
+            for work in WORKS:
+                does(pair, work)
 
 
-def test_nixl_stands_beside_transfers_of_its_wire() -> None:
-    """And beside no other operation; where nobody has it, that is said."""
-    pull = OpsWork(verb="pull", nbytes=64 * KIB, count=3, layers=2, blocks=2)
-    send = OpsWork(verb="send", nbytes=64 * KIB, count=3)
-    read = replace(pull, verb="get")
-    region = replace(send, verb="get")
-    ours = [Contender("kvwire", "somebody")]
-    cases = [
-        Case(name=work.verb, work=work, unit=MICROSECONDS, ours=ours)
-        for work in (pull, send, read, region)
-    ]
-    plan = Benchmark(name="ops", cases=cases)
-    found = replace(PEERS["nixl"], module="json")  # which every interpreter has
-    for transport, name in (("tcp", "nixl tcp"), ("local", "nixl shm")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(PEERS, "nixl", found)
-            joined = beside_transfers(transport, [sys.executable])(plan)
-        beside = [[one.name for one in case.beside] for case in joined.cases]
-        assert beside == [[name], []] * 2
-    nobody = beside_transfers("tcp", ["/no/python"])(plan)
-    assert not nobody.cases[0].beside
-    assert [str(one) for one in nobody.missing] == [str(found.missing)]
+@pytest.fixture
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every interpreter has all peers, and there is an iperf3."""
+    monkeypatch.setattr("tests.programs.bench.peer._has", lambda *_: True)
+    monkeypatch.setattr("tests.programs.bench.iperf3.missing", lambda: None)
+
+
+@pytest.mark.usefixtures("_installed")
+@pytest.mark.parametrize(("wire", "name"), [(TCP, "nixl tcp"), (SAME_HOST, "nixl shm")])
+def test_nixl_stands_beside_transfers_of_its_wire_and_no_other_operation(
+    wire: str, name: str
+) -> None:
+    found = joined(ops_of("tcp", "asyncio"), ["nixl"], [sys.executable], wire)
+    beside = {case.name for case in found.cases if len(case.beside) > 1}
+    assert beside == {
+        "pull, 64 KiB, 16 layers",
+        "pull, 256 KiB, 16 layers",
+        "push, 256 KiB, 16 layers",
+        "push, 4 MiB, 32 layers",
+        "get, 64 KiB, 16 layers",
+        "get, 256 KiB, 16 layers",
+    }
+    others = {one.name for case in found.cases for one in case.beside}
+    assert others == {name, "asyncio streams"}
+
+
+@pytest.mark.usefixtures("_installed")
+def test_everybody_stands_beside_fragments_of_its_wire() -> None:
+    plan = fragments_of(["tcp", "local"], WORKS, "asyncio")
+    found = joined(plan, ALL_PEERS, [sys.executable], TCP)
+    by_wire = {
+        wire: {one.name for c in found.cases if c.group == wire for one in c.beside}
+        for wire in (TCP, SAME_HOST)
+    }
+    others = {"nixl tcp", "mooncake", "mooncake by 1024", "iperf3", "bare sockets"}
+    assert by_wire == {TCP: others, SAME_HOST: {"nixl shm", "memcpy"}}
+
+
+def test_what_is_not_installed_is_named_with_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("tests.programs.bench.peer._has", lambda *_: False)
+    plan = fragments_of(["tcp"], WORKS, "asyncio")
+    found = joined(plan, ALL_PEERS, [sys.executable], TCP)
+    assert [absent.name for absent in found.missing] == [*PEERS, "iperf3"]
+    assert all("install" in absent.remedy for absent in found.missing)
+    names = {one.name for case in found.cases for one in case.contenders}
+    assert names == {"kvwire tcp", "bare sockets"}
 
 
 FORGED_ENGINE = """
@@ -145,7 +159,7 @@ def test_a_peer_that_does_not_do_its_work_is_found_and_stopped_between_rounds(
         assert pair.facts == {"mooncake": "1"}
         assert signals == [signal.SIGSTOP] * 2
         with pytest.raises(BenchError, match=said):
-            pair.round(WORKS[0], checks=True)
+            pair.turn(WORKS[0], checks=True)
     assert signals[2:4] == signals[-2:] == [signal.SIGCONT] * 2
 
 
@@ -158,27 +172,12 @@ def test_a_peer_that_ends_says_why(forged: Contender, tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", [LEFT, RIGHT])
 @pytest.mark.parametrize("work", WORKS)
 def test_peers_have_their_fragments_where_kvwire_has_them(
-    work: OpsWork, side: int
+    work: Work, side: int
 ) -> None:
     """A program of a peer works it out by itself, without kvwire."""
     pool = Pool(np.empty(work.memory_bytes, np.uint8), work, side)
     nbytes = work.nbytes // work.fragments
     assert offsets(asdict(work), side).tolist() == (pool.rows * nbytes).tolist()
-
-
-def test_what_is_not_installed_is_named_with_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("tests.programs.bench.peer._has", lambda *_: False)
-    join = joining(ALL_PEERS, [sys.executable])
-    found = join(fragments(["tcp"], WORKS, "asyncio"))
-    names = [absent.name for absent in found.missing]
-    assert names == [*PEERS, "iperf3"]
-    assert all("install" in absent.remedy for absent in found.missing)
-    assert iperf3.missing() in found.missing
-    names = [one.name for case in found.cases for one in case.contenders]
-    assert set(names) == {"kvwire tcp"}
 
 
 # --- what is aimed at -----------------------------------------------------------------
