@@ -207,8 +207,7 @@ test-lmcache: $(VLLM_STAMP)
 # What `kvwire certify` comes with, once each: with vLLM the others of its environment, and
 # ucxx in one of its own, since it needs an older UCX.
 test-targets: $(VLLM_STAMP) $(UCXX_VENV)/.installed
-	$(INSTALL) $(VLLM_VENV) --no-deps nixl nixl-cu12 lmcache==0.5.6 aiofile aiofiles caio \
-	  mooncake-transfer-engine-non-cuda
+	$(INSTALL) $(VLLM_VENV) --no-deps nixl nixl-cu12 mooncake-transfer-engine-non-cuda
 	$(VLLM_VENV)/bin/python -m pytest packages/certify/tests/test_targets.py $(ARGS)
 	$(UCXX_VENV)/bin/python -m pytest packages/certify/tests/test_targets.py -k ucxx $(ARGS)
 

@@ -45,7 +45,7 @@ def changes_a_header(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "PipeFrame", frame)
 
 
-@instead_of(InprocPipe.move, "frame.size[1]", "frame.kinds[view-to-thousands]")
+@instead_of(InprocPipe.move, "payload.size[1]", "payload.kinds[view-to-thousands]")
 def delivers_before_the_bytes_are_there(
     move: Any, self: InprocPipe, frame: PipeFrame, landing: Any, limit: int
 ) -> Any:
@@ -55,7 +55,7 @@ def delivers_before_the_bytes_are_there(
     return move(self, frame, None, limit)
 
 
-@instead_of(InprocPipe.move, "frame.kinds[view-to-thousands]", "frame.size[33]")
+@instead_of(InprocPipe.move, "payload.kinds[view-to-thousands]", "payload.size[33]")
 def writes_one_byte_too_many(
     move: Any, self: InprocPipe, frame: PipeFrame, landing: Any, limit: int
 ) -> Any:
@@ -308,7 +308,7 @@ def mixes_two_links(patch: pytest.MonkeyPatch) -> None:
 @instead_of(
     InprocLink.__init__,
     "leak.cycles[closed]",
-    "frame.size[0]",
+    "payload.size[0]",
     "leak.cycles[unstarted]",
 )
 def leaks_a_descriptor_for_each_link(

@@ -36,6 +36,16 @@ from kvwire_certify.transport import TARGETS
 BROKEN: Final = 1
 
 app: App = App(name="certify")
+app.command(
+    "kvwire_certify.conformance.command:backend",
+    name="backend",
+    help="Check a backend of kvwire against the contract of kvwire.backend.",
+)
+app.command(
+    "kvwire_certify.tiers:command",
+    name="tier",
+    help="Check a tier of the block store against its ten promises.",
+)
 
 
 @app.default
@@ -50,7 +60,6 @@ def command(  # noqa: PLR0913 - each is an option of the command
     times: PositiveInt = 3,
     without: list[str] | None = None,
     into: Path = Path(),
-    html: Path | None = None,
     junit: Path | None = None,
     json: bool = False,
 ) -> int:
@@ -76,7 +85,6 @@ def command(  # noqa: PLR0913 - each is an option of the command
         without: A rule that the transport need not keep; may be repeated. For example
             --without stale for a transport whose references never expire.
         into: The folder in which failing schedules are saved.
-        html: Also write the report to this file, as HTML.
         junit: Also write the report to this file, as JUnit XML with one test case for
             each promise.
         json: Print JSON instead.
@@ -84,7 +92,7 @@ def command(  # noqa: PLR0913 - each is an option of the command
     if not target:
         _list()
         return 0
-    for folder in (into, *(file.parent for file in (html, junit) if file)):
+    for folder in (into, *([junit.parent] if junit else ())):
         folder.mkdir(parents=True, exist_ok=True)
     with _Progress(target) as progress:
         if target.endswith(".json"):
@@ -108,8 +116,6 @@ def command(  # noqa: PLR0913 - each is an option of the command
     saved = [] if target.endswith(".json") else _save(found.breaches, into)
     try:
         _show(found, json=json)
-        if html is not None:
-            html.write_text(report.html(found), encoding="utf-8")
         if junit is not None:
             junit.write_bytes(report.junit(found))
     finally:

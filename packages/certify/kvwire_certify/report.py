@@ -1,20 +1,16 @@
-"""The reports of a run: a page for people, HTML, and JUnit for CI."""
+"""The reports of a run: a page for people, and JUnit for CI."""
 
 from __future__ import annotations
 
-import io
-from typing import Final
 from xml.etree import ElementTree as ET
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from kvwire_certify.oracle import RULES
 from kvwire_certify.runner import Breach, Certificate
-
-_COLUMNS: Final = 100
 
 
 def file_name(breach: Breach) -> str:
@@ -57,13 +53,6 @@ def _shown(breach: Breach) -> RenderableType:
     steps = [f"memory of {schedule.slots} slots of {schedule.slot_bytes >> 10} KiB"]
     steps += map(str, schedule.steps)
     return Group(text, Padding(Text("\n".join(steps)), (0, 0, 0, 2)))
-
-
-def html(certificate: Certificate) -> str:
-    """Return the page as HTML."""
-    console = Console(record=True, width=_COLUMNS, file=io.StringIO(), highlight=False)
-    console.print(page(certificate))
-    return console.export_html()
 
 
 def junit(certificate: Certificate) -> bytes:

@@ -12,10 +12,8 @@ deletes its blocks at its end.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import secrets
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, suppress
@@ -25,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.aio import gather_all
-from kvwire.errors import KVWireError
 from kvwire.kv.spec import KVSpec
 from kvwire.store.spi import (
     ABSENT,
@@ -43,8 +40,9 @@ from kvwire.store.spi import (
 )
 from kvwire.store.tenants import Tenants
 from kvwire.store.tiers.registry import open_tier
-from kvwire_certify.conformance.check import Check, Report, Result, require
-from kvwire_certify.conformance.runner import CheckOptions, run_all, run_one
+from kvwire_certify.conformance.check import Check, Report, require
+from kvwire_certify.conformance.command import show, show_end
+from kvwire_certify.conformance.runner import CheckOptions, run_all
 from kvwire_certify.oracle import content
 
 OpenTier: TypeAlias = Callable[[], Awaitable[Tier]]
@@ -89,24 +87,15 @@ class TierRig:
         self._namespaces: list[Namespace] = []
 
     async def open(self) -> None:
-        """Do nothing, because a check opens its tiers itself.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Do nothing, because a check opens its tiers itself."""
 
     async def tier(self) -> Tier:
-        """Open a tier; it is closed at the end of the check.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Open a tier; it is closed at the end of the check."""
         self._tiers.append(await self._opens())
         return self._tiers[-1]
 
     async def close(self, tier: Tier) -> None:
-        """Close a tier before the end of the check.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Close a tier before the end of the check."""
         self._tiers.remove(tier)
         await tier.close()
 
@@ -124,10 +113,7 @@ class TierRig:
         return self._namespaces[-1]
 
     async def aclose(self) -> None:
-        """Delete the check's blocks, and close its tiers.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Delete the check's blocks, and close its tiers."""
         try:
             if self._namespaces:
                 tier = self._tiers[0] if self._tiers else await self.tier()
@@ -171,10 +157,7 @@ class Blocks:
         return Batch(self.keys, orders, images), memory
 
     async def write(self, tier: Tier, *, landed: bool = True) -> BlockResults:
-        """Write all blocks; unless ``landed`` is false, each must land.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Write all blocks; unless ``landed`` is false, each must land."""
         results = await tier.write(self.namespace, self.batch()[0])
         require(
             not landed or bool((results == BlockResult.LANDED).all()),
@@ -183,10 +166,7 @@ class Blocks:
         return results
 
     async def taken(self, tier: Tier, timeout_s: float) -> None:
-        """Write all blocks repeatedly until they land, after the service has recovered.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Write all blocks, after the service has recovered, until they land."""
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout_s
         results = await self.write(tier, landed=False)
@@ -196,10 +176,7 @@ class Blocks:
             results = await self.write(tier, landed=False)
 
     async def read(self, tier: Tier) -> list[int]:
-        """Read all blocks; return the positions of blocks that landed correctly.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Read all blocks; return the positions of blocks that landed correctly."""
         batch, memory = self.room()
         results = await tier.read(self.namespace, batch)
         require(results.size == self.keys.size, f"{results.size} results")
@@ -217,10 +194,7 @@ class Blocks:
         return landed
 
     async def found(self, tier: Tier) -> list[int]:
-        """Return the positions and orders of the blocks that ``find`` returns.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Return the positions and orders of the blocks that ``find`` returns."""
         orders = await tier.find(self.keys)
         require(orders.size == self.keys.size, f"{orders.size} orders")
         here = np.flatnonzero(orders != ABSENT).tolist()
@@ -233,10 +207,7 @@ class Blocks:
         return here
 
     async def expect(self, tier: Tier, there: Iterable[int]) -> None:
-        """Fail unless ``find`` and ``read`` return exactly these blocks.
-
-        Cancel safety: safe, but the check cannot continue.
-        """
+        """Fail unless ``find`` and ``read`` return exactly these blocks."""
         wanted = list(there)
         for name, call in (("find", self.found), ("read", self.read)):
             seen = await call(tier)
@@ -675,14 +646,6 @@ async def check_tier(
     )
 
 
-async def run_tier_check(check: Check, rig: TierRig) -> Result:
-    """Run one check of a tier.
-
-    Cancel safety: safe, but the check may leave blocks behind.
-    """
-    return await run_one(lambda: rig, check)
-
-
 def opener(address: str) -> OpenTier:
     """Return a function that opens the tier at an address."""
     return lambda: open_tier(TierAddress.parse(address), Tenants())
@@ -719,22 +682,12 @@ def _names(results: Iterable[Any]) -> str:
     return ", ".join(sorted({BlockResult(one).name for one in results}))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Check the tier at an address and print the results; return 0 if all passed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kvwire_certify.tiers",
-        description="Check a tier of a block store against its ten promises.",
-    )
-    parser.add_argument("tier", help="an address, such as disk:/tmp/blocks?size=64MiB")
-    chosen = parser.parse_args(arguments)
-    try:
-        report = asyncio.run(check_tier(chosen.tier, raising=False, progress=print))
-    except KVWireError as exc:
-        print(exc, file=sys.stderr)
-        return 2
-    print(report.summary)
-    return 1 if report.failed else 0
+def command(tier: str, /) -> int:
+    """Check a tier of the block store against its ten promises.
 
+    The exit status is 1 if a check failed.
 
-if __name__ == "__main__":
-    sys.exit(main())
+    Args:
+        tier: Its address, such as "disk:/tmp/blocks?size=64MiB".
+    """
+    return show_end(asyncio.run(check_tier(tier, raising=False, progress=show)))

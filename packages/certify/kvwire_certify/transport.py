@@ -46,23 +46,18 @@ class Needs(NamedTuple):
 
 
 TARGETS: Final = {
-    "gloo": Needs(("torch",), "pip install torch"),
     "kvwire": Needs(),
-    "lmcache": Needs(("lmcache", "aiofile"), "pip install lmcache"),
     "mooncake": Needs(
         ("mooncake",),
         "pip install mooncake-transfer-engine-non-cuda, and "
         "apt-get install libibverbs1 libnuma1 libcurl4",
     ),
     "nixl": Needs(("nixl_cu12",), "pip install --no-deps nixl-cu12"),
-    "redis": Needs(("redis",), "pip install redis"),
-    "s3": Needs(("obstore",), "pip install obstore"),
     "toy": Needs(),
     "ucx": Needs(("libucx",), "pip install libucx-cu12, or the UCX of the system"),
     "ucxx": Needs(("ucxx",), "pip install ucxx-cu12"),
     "vllm": Needs(("vllm", "nixl"), "pip install vllm nixl"),
     "vllm_engine": Needs(("vllm", "nixl"), "pip install vllm nixl"),
-    "vllm_tier": Needs(("vllm",), "pip install vllm"),
 }
 """The targets that come with kvwire (modules of ``kvwire_certify.targets``),
 with the packages that each needs.

@@ -25,8 +25,8 @@ PLANTS = ROOT / "packages" / "certify" / "tests" / "plants.py"
 def test_a_healthy_transport(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    junit, html = tmp_path / "junit.xml", tmp_path / "page.html"
-    files = ["--junit", str(junit), "--html", str(html), "--into", str(tmp_path)]
+    junit = tmp_path / "junit.xml"
+    files = ["--junit", str(junit), "--into", str(tmp_path)]
     assert main(["certify", "toy", "--schedules", "2", *files]) == 0
     said = capsys.readouterr().out
     assert "toy: 2 schedules" in said
@@ -37,7 +37,6 @@ def test_a_healthy_transport(
     assert [case.get("name") for case in suite] == list(RULES)
     assert suite.get("failures") == "0"
     assert suite.get("skipped") == str(len(suite.findall("*/skipped"))) == "4"
-    assert "Every call ends in time." in html.read_text()
     assert not list(tmp_path.glob("*.json"))
 
 
@@ -63,12 +62,11 @@ def test_a_breach_is_kept_and_plays_again(
     assert not progress
 
 
-@pytest.mark.parametrize("option", ["--html", "--junit"])
 def test_a_breach_is_kept_if_a_report_cannot_be_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--schedules", "1", "--seed", "9", "--times", "1"]
-    options += ["--into", str(tmp_path), option, str(tmp_path)]
+    options += ["--into", str(tmp_path), "--junit", str(tmp_path)]
     assert main(["certify", f"{PLANTS}:Hole", *options]) != 0
     assert saved(tmp_path).rule == "hole"
     (file,) = tmp_path.glob("*.json")
@@ -105,7 +103,8 @@ def test_what_comes_with_kvwire() -> None:
     assert last == "imported"
     rows = [line.split() for line in lines if not line.startswith(" ")]
     assert [row[0] for row in rows[1:]] == list(TARGETS)
-    assert ["redis", "redis", metadata.version("redis")] in rows
+    if importlib.util.find_spec("libucx") is not None:
+        assert ["ucx", "libucx-cu12", metadata.version("libucx-cu12")] in rows
     assert ["toy", "nothing", "more"] in rows
 
 

@@ -21,7 +21,8 @@ from kvwire import BlockStore, StoreServer
 from kvwire.directory import open_directory
 from kvwire.store.tiers.object_format import path_of
 from kvwire_certify.conformance.check import Check
-from kvwire_certify.tiers import TierRig, checks_with, opener, run_tier_check
+from kvwire_certify.conformance.runner import run_one
+from kvwire_certify.tiers import TierRig, checks_with, opener
 from tests.store.tiers.services import Played
 from tests.support.servers import Server, free_port, mooncake_store, redis_server
 
@@ -201,5 +202,5 @@ if OWN:
 @pytest.mark.parametrize(("name", "check"), CASES, indirect=["name"])
 async def test_tier(name: str, check: Check, tmp_path: Path) -> None:
     async with KINDS[name](tmp_path) as rig:
-        result = await run_tier_check(check, rig)
+        result = await run_one(lambda: rig, check)
     assert result.passed, result.reason

@@ -170,6 +170,7 @@ CHECKS = (
             "kvwire/proto/",
             "packages/certify/kvwire_certify/targets/",
             "packages/certify/kvwire_certify/conformance/",
+            "packages/certify/kvwire_certify/tiers.py",
             *(f"kvwire/store/tiers/{name}.py" for name in _TIERS),
             *(f"kvwire/directory/{name}.py" for name in _DIRECTORIES),
         ),

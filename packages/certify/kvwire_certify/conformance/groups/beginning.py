@@ -37,12 +37,7 @@ async def _(rig: LinkRig) -> None:
     require(kind is Capabilities, f"its capabilities are a {kind.__name__}")
 
 
-@join.lanes(
-    "available",
-    "availability() gives a one-line reason why it can be used here; its rank is a "
-    "number",
-)
-@address.links(
+@address.both(
     "available",
     "availability() gives a one-line reason why it can run here; its rank is a number",
 )

@@ -22,7 +22,7 @@ order: Group = Group("order")
 # --- frame ----------------------------------------------------------------------------
 
 _SIZES: Final = {
-    **{str(n): n for n in (0, 1, 2, 31, 32, 33, 255, 4095, 4096, 4097)},
+    **{str(n): n for n in (1, 2, 31, 32, 33, 255, 4095, 4096, 4097)},
     "64KiB-1": 64 * KIB - 1,
     "64KiB": 64 * KIB,
     "64KiB+1": 64 * KIB + 1,
@@ -31,15 +31,10 @@ _SIZES: Final = {
     "3MiB+1": 3 * MIB + 1,
     "16MiB": 16 * MIB,
 }
-_LANE_SIZES: Final = {name: size for name, size in _SIZES.items() if size}
 
 
-@frame.links(
-    "size", "A frame with {} bytes of payload arrives, in either direction", _SIZES
-)
-@payload.lanes(
-    "size", "A payload of {} bytes arrives, in either direction", _LANE_SIZES
-)
+@payload.links("size", "A frame without payload arrives: {}", {"0": 0})
+@payload.both("size", "A payload of {} bytes arrives, in either direction", _SIZES)
 async def _(rig: AnyRig, left: Any, right: Any, size: int) -> None:
     left.send(size)
     await rig.moved(left, right, 1)
@@ -146,8 +141,7 @@ async def _(rig: LinkRig, left: LinkSide, right: LinkSide) -> None:
     await rig.moved(left, right, 3)
 
 
-@frame.links("shared", "The same memory can be sent in two frames at the same time")
-@payload.lanes("shared", "The same memory can be sent in two payloads at the same time")
+@payload.both("shared", "The same memory can be sent in two payloads at the same time")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     memory = Memory(MIB)
     memory.fill(pattern(9, MIB))
@@ -164,8 +158,7 @@ _KINDS: Final = {
 }
 
 
-@frame.links("kinds", "Payload moves from {}", _KINDS)
-@payload.lanes("kinds", "The two ends may divide memory differently: {}", _KINDS)
+@payload.both("kinds", "The two ends may divide memory differently: {}", _KINDS)
 async def _(
     rig: AnyRig, left: Any, right: Any, cuts: tuple[Cut | None, Cut | None]
 ) -> None:
@@ -182,8 +175,7 @@ _MANY: Final = {
 }
 
 
-@frame.links("fragments", "Fragments are sent into other fragments: {}", _MANY)
-@payload.lanes("fragments", "Fragments are sent into other fragments: {}", _MANY)
+@payload.both("fragments", "Fragments are sent into other fragments: {}", _MANY)
 async def _(rig: AnyRig, left: Any, right: Any, case: tuple[int, Cut, Cut]) -> None:
     size, source, destination = case
     right.keep_landings(destination)
@@ -191,8 +183,7 @@ async def _(rig: AnyRig, left: Any, right: Any, case: tuple[int, Cut, Cut]) -> N
     await rig.moved(left, right, 1)
 
 
-@frame.links("touching", "Fragments that are adjacent in memory keep their order")
-@payload.lanes("touching", "Fragments that are adjacent keep their order")
+@payload.both("touching", "Fragments that are adjacent in memory keep their order")
 async def _(rig: AnyRig, left: Any, right: Any) -> None:
     memory = Memory(90_000)
     memory.fill(pattern(0, 90_000))
@@ -203,10 +194,7 @@ async def _(rig: AnyRig, left: Any, right: Any) -> None:
     await rig.moved(left, right, 1)
 
 
-@frame.links(
-    "dropped", "A payload from {} without a destination is dropped completely", CUTS
-)
-@payload.lanes("dropped", "A payload from {} without a destination is dropped", CUTS)
+@payload.both("dropped", "A payload from {} without a destination is dropped", CUTS)
 async def _(rig: AnyRig, left: Any, right: Any, cut: Cut | None) -> None:
     landed = right.keep_landings()
     right.on_arrival = poison
