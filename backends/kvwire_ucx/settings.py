@@ -28,6 +28,9 @@ DEFAULTS: Final[Mapping[str, str]] = {
     # The same for reading the peer's memory in one system call: 9.5 GB/s instead of 0.5
     # (1 MiB, same machine, same run). `lane` describes the substitute for invalidation.
     "CMA_MEMORY_INVALIDATE": "y",
+    # With UCX's default the thread that creates an endpoint waits in connect(): for two
+    # minutes if the peer's network does not answer, and our event loop with it.
+    "TCP_CONN_NB": "y",
     # How long a dead process may stay undetected over shared memory and RDMA; UCX's
     # default of 20 s is three times the time that kvwire allows.
     "KEEPALIVE_INTERVAL": "2s",

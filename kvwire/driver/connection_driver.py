@@ -57,6 +57,7 @@ from kvwire.proto.events import (
     LaneClosed,
     LaneDataReceived,
     LaneOpened,
+    LaneStalled,
 )
 from kvwire.proto.records import (
     Box,
@@ -191,6 +192,7 @@ class ConnectionDriver(LinkHandler):
             LaneBootstrapped: self.lane_setup.bootstrapped,
             LaneOpened: self.lane_setup.opened,
             LaneClosed: self._lane_closed,
+            LaneStalled: self._scheduler.stalled,
         }
         self.set_timer()
 
@@ -673,6 +675,7 @@ class ConnectionDriver(LinkHandler):
                 tag,
                 WAITING_LOG_S,
             )
+        self._scheduler.note_bytes()
         core.tick(now)
         self.run()
         if core.error is None:

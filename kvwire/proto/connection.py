@@ -163,6 +163,9 @@ class ConnectionCore:
             role,
             self.outbox,
             self.chunks,
+            patience_s=ping_interval_s * ping_misses,
+            look_s=ping_interval_s / 2,
+            now=now,
             place=self._data_header,
             landed=self._data_landed,
         )
@@ -378,6 +381,7 @@ class ConnectionCore:
                 self.outbox.send(FrameType.CLOSE, Close(code=WireCode.UNRESPONSIVE))
             self._end(PeerUnresponsive(f"the peer was silent for {silence_s:.1f} s"))
             return
+        self.lanes.look(now)
         frames_sent = self.outbox.framing.sent
         asks = verdict is LivenessVerdict.PING and self._keepalive.is_idle(frames_sent)
         if self._keepalive.is_due(now, frames_sent) or asks:

@@ -195,6 +195,13 @@ class LaneClosed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+class LaneStalled(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports a lane that has lost its path; end it, then call ``lane_gone``."""
+
+    lane: int
+    reason: str
+
+
 class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
     """Reports a payload on a lane; receive it, then call ``payload_landed``."""
 
@@ -202,7 +209,14 @@ class LaneDataReceived(msgspec.Struct, frozen=True, kw_only=True):
     descriptor: bytes
 
 
-LaneEvent = LaneAsked | LaneBootstrapped | LaneOpened | LaneClosed | LaneDataReceived
+LaneEvent = (
+    LaneAsked
+    | LaneBootstrapped
+    | LaneOpened
+    | LaneClosed
+    | LaneStalled
+    | LaneDataReceived
+)
 WindowEvent = (
     WindowAsked
     | WindowMemoryOffered

@@ -30,6 +30,12 @@ named: no later frame names the lane, and it is forgotten. The client may ask fo
 as long as the connection lives, so that a broken lane can be replaced. Lane numbers are
 never reused, because a lane's secret depends on its number and must be used only once.
 
+A lane may lose its path while the control link works, and no transport notices that
+soon. So :meth:`LaneTable.look` fails a lane whose payload does not move. The receiver
+knows best: bytes that were announced do not come. The sender fails a lane that still
+has the memory of payload which has arrived. Beyond that it waits twice as long, since
+the receiver may be slow.
+
 After the end of the control link it no longer matters which chunks have arrived: chunks
 and arrivals are then held until their own lane has ended.
 """
@@ -52,6 +58,7 @@ from kvwire.limits import (
     LANE_NUMBER_MAX,
     LANE_PAYLOADS_MAX,
     LANES_MAX,
+    STALL_TOLERANCE_S,
 )
 from kvwire.proto.chunks import Chunk, ChunkMover
 from kvwire.proto.events import (
@@ -60,8 +67,10 @@ from kvwire.proto.events import (
     LaneClosed,
     LaneDataReceived,
     LaneOpened,
+    LaneStalled,
     Outbox,
 )
+from kvwire.proto.liveness import PayloadWatch
 from kvwire.proto.records import ChunkArrival
 from kvwire.types import Role
 from kvwire.wire.control import (
@@ -109,6 +118,16 @@ class LaneRecord:
         acknowledged: The count in the last LANE_ACK.
         missed: Indices that the next LANE_CLOSE will name.
         peer_closed: Whether the peer has sent LANE_CLOSE.
+        staged: The payloads of ``arriving`` that the endpoint has received, and that
+            are being copied to their places.
+        reads: The reads of the peer's windows over this lane that are not over.
+        moved_in: The number of payloads and reads that are complete.
+        moved_out: The number of payloads that have arrived, or were sent, or are lost.
+        received_bytes: The endpoint's count.
+        queued_bytes: The endpoint's count.
+        comes: Watches payload that arrives.
+        goes: Watches payload that leaves.
+        stalled: Whether LaneStalled was reported.
     """
 
     number: int
@@ -124,6 +143,15 @@ class LaneRecord:
     acknowledged: int = 0
     missed: list[int] = field(default_factory=list)
     peer_closed: bool = False
+    staged: set[int] = field(default_factory=set)
+    reads: int = 0
+    moved_in: int = 0
+    moved_out: int = 0
+    received_bytes: int = 0
+    queued_bytes: int = 0
+    comes: PayloadWatch = field(default_factory=PayloadWatch)
+    goes: PayloadWatch = field(default_factory=PayloadWatch)
+    stalled: bool = False
 
     @property
     def over(self) -> bool:
@@ -134,6 +162,10 @@ class LaneRecord:
 
 class LaneTable:
     """Holds the lanes of one connection.
+
+    Args:
+        patience_s: How long announced payload may wait without moving.
+        look_s: The longest time between two calls of :meth:`look`.
 
     Attributes:
         initial_set_done: Whether the client has opened its initial lanes; more may open
@@ -147,6 +179,9 @@ class LaneTable:
         outbox: Outbox,
         flows: ChunkMover,
         *,
+        patience_s: float,
+        look_s: float,
+        now: float,
         place: Callable[[Header], ChunkArrival],
         landed: Callable[[ChunkArrival, bool], None],
     ) -> None:
@@ -158,6 +193,9 @@ class LaneTable:
         self._flows = flows
         self._place = place
         self._landed = landed
+        self._patience_s = patience_s
+        self._look_s = look_s
+        self._looked_at = now
         # All lanes that are not over, and some that are.
         self._lanes: dict[int, LaneRecord] = {}
         self._last = 0
@@ -295,6 +333,7 @@ class LaneTable:
         """Record that our endpoint has sent a chunk; return whether its hold ends."""
         lane = self._lanes[chunk.lane]
         chunk.quiet = True
+        lane.moved_out += 1
         return self._release(lane, chunk)
 
     def ack_received(self, body: LaneAck) -> None:
@@ -350,6 +389,8 @@ class LaneTable:
         """Handle a payload that our endpoint has received or dropped."""
         lane = self._lanes[arrival.lane]
         del lane.arriving[arrival.index]
+        lane.staged.discard(arrival.index)
+        lane.moved_in += 1
         lane.beyond.add(arrival.index)  # bounded: LANE_PAYLOADS_MAX
         while lane.received in lane.beyond:
             lane.beyond.remove(lane.received)
@@ -357,6 +398,13 @@ class LaneTable:
         self.unreported[lane] = None  # bounded: LANES_MAX
         if arrival.buffer is not None:
             self._landed(arrival, intact)
+
+    def payload_staged(self, arrival: ChunkArrival) -> None:
+        """Record that our endpoint has received a payload that is not in its place."""
+        lane = self._lanes.get(arrival.lane)
+        if lane is not None and arrival.index in lane.arriving:
+            lane.staged.add(arrival.index)  # bounded: LANE_PAYLOADS_MAX
+            lane.moved_in += 1
 
     def acknowledge(self) -> None:
         """Send LANE_ACK or LANE_CLOSE for each lane with unreported events."""
@@ -368,6 +416,59 @@ class LaneTable:
                 body = LaneAck(lane=lane.number, count=lane.received)
                 self._outbox.send(FrameType.LANE_ACK, body)
         self.unreported.clear()
+
+    # --- whether payload moves --------------------------------------------------------
+
+    def note_bytes(self, number: int, received: int, queued: int) -> None:
+        """Record the byte counts of our endpoint; call it before :meth:`look`."""
+        lane = self._lanes[number]
+        lane.received_bytes = received
+        lane.queued_bytes = queued
+
+    def read_begun(self, number: int) -> None:
+        """Record a read of a window over a lane, which may have ended meanwhile."""
+        lane = self._lanes.get(number)
+        if lane is not None:
+            lane.reads += 1
+
+    def read_over(self, number: int) -> None:
+        """Record the end of such a read."""
+        lane = self._lanes.get(number)
+        if lane is not None:
+            lane.reads -= 1
+            lane.moved_in += 1
+
+    def look(self, now: float) -> None:
+        """Report the lanes whose payload has not moved for too long."""
+        late_s = now - self._looked_at - self._look_s
+        self._looked_at = now
+        for lane in self._lanes.values():
+            if late_s > STALL_TOLERANCE_S:
+                # This side moved nothing, and what has arrived may not be noticed yet.
+                lane.comes.forgive(late_s)
+                lane.goes.forgive(late_s)
+            if lane.stage is LaneStage.OPEN and not lane.stalled:
+                self._look_at(lane, now)
+
+    def _look_at(self, lane: LaneRecord, now: float) -> None:
+        moved = lane.moved_in, lane.received_bytes
+        waits = lane.reads > 0 or len(lane.arriving) > len(lane.staged)
+        still_s = lane.comes.still_s(now, moved, waits=waits)
+        what = "arrived"
+        patience_s = self._patience_s
+        if still_s < patience_s:
+            moved = lane.moved_out, lane.queued_bytes
+            still_s = lane.goes.still_s(now, moved, waits=bool(lane.waiting))
+            what = "left"
+            if any(chunk.taken is None for chunk in lane.waiting.values()):
+                patience_s *= 2
+        if still_s >= patience_s:
+            lane.stalled = True
+            reason = (
+                f"its path is lost: nothing has {what} for {still_s:.1f} s, although "
+                "the peer answers on the control link"
+            )
+            self._outbox.report(LaneStalled(lane=lane.number, reason=reason))
 
     # --- closing ----------------------------------------------------------------------
 
@@ -382,6 +483,7 @@ class LaneTable:
             if arrival.buffer is not None:
                 self._flows.missed(arrival)
         lane.arriving.clear()
+        lane.staged.clear()
         self._send_close(lane, reason)
         for chunk in list(lane.waiting.values()):
             chunk.quiet = True
@@ -439,6 +541,7 @@ class LaneTable:
     def _fate_known(self, lane: LaneRecord, index: int, *, taken: bool) -> None:
         chunk = lane.waiting[index]
         chunk.taken = taken
+        lane.moved_out += 1
         self._release(lane, chunk)
 
     def _release(self, lane: LaneRecord, chunk: Chunk) -> bool:

@@ -15,6 +15,10 @@ than a tolerance, this side was not reading, and that time is not counted as the
 silence. A loop blocked for seconds by a GPU synchronisation must not kill healthy
 peers. Their bytes may not have been read yet, so a late check never declares a peer
 dead; only the next check, an interval later, may.
+
+Pings show that the control link works, and say nothing of the lanes beside it, which
+may use another network. A lane has no pings: it fails if payload was announced for it
+and has not moved for as long as the peer of a control link may be silent.
 """
 
 from __future__ import annotations
@@ -147,6 +151,37 @@ class Liveness:
             raise FlowControlViolation(
                 "KVW-LV-02", f"more than {PINGS_PER_SECOND_MAX} pings a second"
             )
+
+
+class PayloadWatch:
+    """Measures for how long payload waits in one direction of a lane without moving.
+
+    It is asked about twice per interval of the pings, and knows a lane's state at these
+    moments only. So it measures up to one period less than the payload has waited.
+    """
+
+    __slots__ = ("_moved", "_since")
+
+    def __init__(self) -> None:
+        self._moved: object = None
+        self._since = 0.0
+
+    def still_s(self, now: float, moved: object, *, waits: bool) -> float:
+        """Return the seconds without a movement that were seen while payload waited.
+
+        Args:
+            now: The time.
+            moved: What was moved so far; any change is a movement.
+            waits: Whether payload waits.
+        """
+        if not waits or moved != self._moved:
+            self._moved = moved
+            self._since = now
+        return now - self._since
+
+    def forgive(self, late_s: float) -> None:
+        """Do not count seconds in which this side did nothing."""
+        self._since += late_s
 
 
 class Keepalive:

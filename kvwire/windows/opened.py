@@ -177,6 +177,15 @@ class OpenedWindow:
         self._under_way.add(read)  # bounded: one for each get
         read.add_done_callback(self._over)
 
+    def read_begun(self, read: asyncio.Future[Any]) -> None:
+        """Record a read in place, which fails its lane if it does not end."""
+        self.note(read)
+        if self._lane is not None:
+            lanes = self.windows.driver.core.lanes
+            number = self._lane.number
+            lanes.read_begun(number)
+            read.add_done_callback(lambda _: lanes.read_over(number))
+
     def close(self) -> None:
         """Close it, and notify the owner once nothing here reads its memory."""
         self.gone = self.gone or "this side closed the window"

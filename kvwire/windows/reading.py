@@ -280,7 +280,7 @@ class Reading:
                     await asyncio.sleep(0)
                 else:
                     self.under_way = found
-                    opened.note(found)
+                    opened.read_begun(found)
                     self._known().note(at, await asyncio.shield(found), _WITHDRAWN)
             begin += count
 

@@ -54,6 +54,11 @@ def a_closed_region_goes_on_being_written_and_read(*_: Any) -> None:
     pass
 
 
+@PLANTS.instead_of(LaneTable.look, "detection", "stuck", "left-open")
+def a_lane_that_has_lost_its_path_is_not_noticed(*_: Any) -> None:
+    pass
+
+
 @PLANTS.instead_of(Holds.retire, *_FREED)
 def retired_memory_drains_although_it_is_held(
     retire: Any, holds: Any, buffer: Any
@@ -99,7 +104,9 @@ def a_timeout_frees_the_memory_of_its_request(
         core.holds.drop(request.buffer)
 
 
-@PLANTS.instead_of(LaneTable._release, "drained", "KeyError", "memory-reuse")
+@PLANTS.instead_of(
+    LaneTable._release, "drained", "KeyError", "memory-reuse", "detection"
+)
 def memory_goes_back_when_the_peer_has_it_and_the_lane_still_reads_it(
     release: Any, lanes: Any, lane: Any, chunk: Any
 ) -> Any:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.limits import CHUNK_BYTES_MIN, LANE_PAYLOADS_MAX, LANES_MAX
+from kvwire.limits import (
+    CHUNK_BYTES_MIN,
+    LANE_PAYLOADS_MAX,
+    LANES_MAX,
+    PING_INTERVAL_S,
+    PING_MISSES,
+)
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneOpened
+from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneOpened, LaneStalled
 from kvwire.proto.lanes import LaneStage
 from kvwire.proto.records import RequestRecord
 from kvwire.types import Role
@@ -26,6 +32,7 @@ from tests.support.core_pair.peer import ConnectionPair, Peer
 
 CLIENT, SERVER = Role.CLIENT, Role.SERVER
 CHUNK = CHUNK_BYTES_MIN
+PATIENCE_S = PING_INTERVAL_S * PING_MISSES
 
 
 class Scene:
@@ -415,3 +422,119 @@ def test_a_connection_lives_longer_than_any_number_of_its_lanes(refuses: bool) -
         for peer in (scene.client, scene.server):
             assert len(peer.core.lanes._lanes) == 1
     assert scene.client.broken is scene.server.broken is None
+
+
+# --- a path that is lost --------------------------------------------------------------
+
+
+def stalls(peer: Peer) -> list[str]:
+    """What one end was told of lanes that lost their path."""
+    return [event.reason for event in peer.events if isinstance(event, LaneStalled)]
+
+
+@pytest.mark.parametrize("lost", [CLIENT, SERVER])
+def test_payload_of_a_lost_path_goes_elsewhere(lost: Role) -> None:
+    """The receiver notices, within the time in which it would notice a dead peer."""
+    scene = Scene()
+    scene.up()
+    request = scene.put() if lost is SERVER else scene.client.get(scene.grant)
+    scene.pair.run()
+    assert len(scene.descriptors(lost)) == 3
+    scene.lanes.move(scene.half(lost), scene.descriptors(lost)[0])
+    scene.pair.advance(PATIENCE_S - 0.1)
+    assert not stalls(scene.pair.of(lost))
+    scene.pair.advance(PING_INTERVAL_S)
+    (reason,) = stalls(scene.pair.of(lost))
+    assert "nothing has arrived for" in reason
+    scene.half(lost).arriving.clear()
+    scene.lanes.rest()
+    assert scene.client.error(request) is None
+    assert scene.stage(CLIENT) is scene.stage(SERVER) is LaneStage.CLOSED
+    assert not stalls(scene.pair.of(lost.other))
+
+
+def test_memory_that_a_lost_path_keeps_is_given_back() -> None:
+    """All has arrived, but the sender's half is never through with it."""
+    scene = Scene(chunks=1)
+    scene.up()
+    request = scene.put()
+    scene.pair.run()
+    (descriptor,) = scene.descriptors(SERVER)
+    scene.lanes.move(scene.half(SERVER), descriptor)
+    scene.pair.advance(PATIENCE_S + PING_INTERVAL_S)
+    (reason,) = stalls(scene.client)
+    assert "nothing has left for" in reason
+    assert request.buffer in scene.client.memory
+    scene.half(CLIENT).sending.clear()
+    scene.lanes.rest()
+    expect_whole(scene, request)
+
+
+def test_a_receiver_may_be_slow_and_not_for_ever() -> None:
+    """The sender waits twice as long for payload that has not arrived."""
+    scene = Scene(chunks=1)
+    scene.up()
+    scene.put()
+    scene.pair.run()
+    (arrival,) = scene.half(SERVER).arriving.values()
+    # It is being copied to its place, which is not the lane's business.
+    scene.server.core.lanes.payload_staged(arrival)
+    scene.pair.advance(2 * PATIENCE_S - 0.1)
+    assert not stalls(scene.client)
+    scene.pair.advance(PING_INTERVAL_S)
+    assert stalls(scene.client)
+    assert not stalls(scene.server)
+    scene.lanes.end(scene.half(SERVER))
+    scene.server.core.lanes.payload_staged(arrival)  # too late
+
+
+@pytest.mark.parametrize("received", [True, False])
+def test_bytes_of_a_payload_are_a_movement(received: bool) -> None:
+    scene = Scene(chunks=1)
+    scene.up()
+    scene.put()
+    scene.pair.run()
+    for step in range(20):
+        scene.server.core.lanes.note_bytes(1, step * received, 0)
+        scene.client.core.lanes.note_bytes(1, 0, step)
+        scene.pair.advance(PING_INTERVAL_S)
+    assert bool(stalls(scene.server)) is not received
+    assert not stalls(scene.client)
+
+
+def test_a_read_of_a_window_counts_as_payload() -> None:
+    scene = Scene()
+    scene.up()
+    lanes = scene.client.core.lanes
+    scene.pair.advance(3 * PATIENCE_S)
+    for _ in range(2):
+        lanes.read_begun(1)
+        scene.pair.advance(PATIENCE_S / 2)
+        lanes.read_over(1)
+    scene.pair.advance(3 * PATIENCE_S)
+    assert not stalls(scene.client)
+    lanes.read_begun(1)
+    scene.pair.advance(PATIENCE_S + PING_INTERVAL_S)
+    assert "nothing has arrived" in stalls(scene.client)[0]
+    scene.lanes.rest()
+    lanes.read_over(1)
+    lanes.read_begun(99)  # a lane that is forgotten
+    lanes.read_over(99)
+
+
+def test_our_own_delay_is_not_the_lanes() -> None:
+    """After an hour in which nothing ran, payload has its time again."""
+    scene = Scene()
+    scene.up()
+    scene.put()
+    scene.pair.run()
+    now = scene.server.now
+    lanes = scene.server.core.lanes
+    for at in (now + 1, now + 3600, now + 3601):
+        lanes.look(at)
+    scene.server.collect()
+    assert not stalls(scene.server)
+    for second in range(8):
+        lanes.look(now + 3602 + second)
+    scene.server.collect()
+    assert len(stalls(scene.server)) == 1

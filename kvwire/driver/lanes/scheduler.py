@@ -21,7 +21,7 @@ from kvwire.errors import ConnectionLost, ProtocolError
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import DESCRIPTOR_BYTES_MAX, LINK_QUEUE_BYTES, SPAN_PIECES_MAX
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.events import LaneClosed, LaneDataReceived
+from kvwire.proto.events import LaneClosed, LaneDataReceived, LaneStalled
 from kvwire.proto.records import ChunkArrival
 from kvwire.types import BufferId, MemoryKind
 
@@ -162,6 +162,7 @@ class LaneScheduler(LaneHandler):
         arrival = landing.arrival
         intact = matches(landing.payload, arrival.header)
         if self._staging.landed(arrival, self._in_place, intact=intact):
+            self._core.lanes.payload_staged(arrival)
             return
         self._core.payload_landed(arrival, self._loop.time(), intact=intact)
         self._owner.run()
@@ -188,12 +189,19 @@ class LaneScheduler(LaneHandler):
 
     def peer_closed(self, event: LaneClosed) -> None:
         """End a lane whose endpoint at the peer is gone."""
-        endpoint = self._lanes.find(event.lane)
-        if endpoint is not None:
-            reason = event.reason or "the peer ended it"
-            left = self._lanes.advance(endpoint, LaneInput.CLOSE, reason)
-            endpoint.lane.abort()
-            self._go_on(endpoint, left, None)
+        self._close(event.lane, event.reason or "the peer ended it")
+
+    def stalled(self, event: LaneStalled) -> None:
+        """End a lane that has lost its path."""
+        self._close(event.lane, event.reason)
+
+    def note_bytes(self) -> None:
+        """Report to the core which lanes have moved bytes."""
+        for endpoint in self._lanes.open:
+            lane = endpoint.lane
+            self._core.lanes.note_bytes(
+                endpoint.number, lane.received_bytes, lane.queued_bytes
+            )
 
     def end(self, *, graceful: bool = False) -> None:
         """End every lane, because the connection ends."""
@@ -204,6 +212,13 @@ class LaneScheduler(LaneHandler):
                 endpoint.lane.abort()
 
     # --- inside -----------------------------------------------------------------------
+
+    def _close(self, number: int, reason: str) -> None:
+        endpoint = self._lanes.find(number)
+        if endpoint is not None:
+            left = self._lanes.advance(endpoint, LaneInput.CLOSE, reason)
+            endpoint.lane.abort()
+            self._go_on(endpoint, left, None)
 
     def _in_place(self, arrival: ChunkArrival) -> None:
         """Report to the core that a staged payload is in its place."""

@@ -2,12 +2,15 @@
 
 A payload is read from the sender's memory when it moves, as by a NIC or by a process of
 the same host. A half that breaks may go on touching memory until it says that it is
-gone, and the other half hears of it over the wire alone. Whether a seed has lanes at
-all is drawn from dice of their own, so that plans without them are as they were.
+gone, and the other half hears of it over the wire alone. A half may also lose its path:
+from then on nothing that it says or sends reaches the other half, and nobody hears of
+it, while the wire works. Whether a seed has lanes at all is drawn from dice of their
+own, so that plans without them are as they were.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from itertools import count
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 _BACKEND: Final = "beside"
 _SALT: Final = 0x1A9E
 _RESTLESS_SALT: Final = 0x2E57
+_LOSS_SALT: Final = 0x105E
 
 
 class Fate:
@@ -37,6 +41,7 @@ class Fate:
     Attributes:
         window_bytes: Payload of unknown fate that a lane takes.
         span_bytes: Payload that it takes at once; 0 for a chunk.
+        loses: Share of halves that lose their path.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -56,6 +61,8 @@ class Fate:
         # Where no half lives long, a connection has more lanes than at once.
         restless = random.Random(plan.seed ^ _RESTLESS_SALT)
         self._restless = restless.random() < 0.1
+        self._losses = random.Random(plan.seed ^ _LOSS_SALT)
+        self.loses = self._losses.choice((0.0, 0.0, 0.0, 0.3, 1.0))
 
     def declines(self) -> bool:
         """Whether a half cannot be made."""
@@ -68,6 +75,12 @@ class Fate:
         if self._rng.random() >= self._breaks:
             return None
         return self._end * self._rng.random() ** 2
+
+    def mute_in(self) -> float | None:
+        """Seconds after which a half loses its path; None if it keeps it."""
+        if self._losses.random() >= self.loses:
+            return None
+        return self._end * self._losses.random() ** 2
 
     def strikes(self) -> bool:
         """Whether a half breaks while a payload is under way: the worst moment."""
@@ -91,6 +104,7 @@ class _Load:
 
     chunk: Chunk
     lease: Lease
+    since: float
 
 
 @dataclass(slots=True)
@@ -99,6 +113,7 @@ class _Bay:
 
     arrival: ChunkArrival
     lease: Lease | None
+    since: float
     begun: bool = False
 
 
@@ -108,12 +123,16 @@ class Half:
 
     Attributes:
         breaking: It will say that it is gone; until then it may touch memory.
+        mute_from: From then on nothing of it reaches the other half.
+        moved_at: When a payload last moved here, or was said to be sent.
     """
 
     number: int
     up: bool = False
     breaking: bool = False
     gone: bool = False
+    mute_from: float = math.inf
+    moved_at: float = 0.0
     sending: dict[int, _Load] = field(default_factory=dict)
     arriving: dict[int, _Bay] = field(default_factory=dict)
 
@@ -147,6 +166,8 @@ class Beside:
                     self.halves[number].up = True
             case events.LaneClosed(lane=number):
                 self.break_half(self.halves[number], "the other half is gone")
+            case events.LaneStalled(lane=number):
+                self.break_half(self.halves[number], "its path is lost")
             case events.LaneDataReceived(arrival=arrival, descriptor=descriptor):
                 self._receive(arrival, int.from_bytes(descriptor, "little"))
 
@@ -173,11 +194,27 @@ class Beside:
         """Put a chunk on a lane; returns the frame that announces it."""
         lease = self._endpoint.node.lease(chunk.buffer)
         descriptor = next(self._descriptors)
-        half.sending[descriptor] = _Load(chunk, lease)
+        half.sending[descriptor] = _Load(chunk, lease, self._world.now)
         lanes = self._endpoint.core.lanes
         return Frame(
             *lanes.announce(chunk, half.number, descriptor.to_bytes(8, "little"), check)
         )
+
+    # --- what does not move -----------------------------------------------------------
+
+    def still_s(self) -> float:
+        """For how long payload has waited on a half that should have failed."""
+        now = self._world.now
+        longest_s = 0.0
+        for half in self.halves.values():
+            if half.breaking or half.gone or not half.up:
+                continue
+            for waiting, patience in ((half.arriving, 1), (half.sending, 2)):
+                since = [load.since for load in waiting.values()]
+                if since:
+                    still_s = now - max(half.moved_at, min(since))
+                    longest_s = max(longest_s, still_s / patience)
+        return longest_s
 
     # --- breaking ---------------------------------------------------------------------
 
@@ -216,6 +253,9 @@ class Beside:
         life_s = self._world.fate.breaks_in()
         if life_s is not None:
             self._endpoint.node.after(life_s, self.break_half, half, "it broke")
+        mute_s = self._world.fate.mute_in()
+        if mute_s is not None:
+            half.mute_from = self._world.now + mute_s
 
     def _answer(self, half: Half) -> None:
         if self._world.fate.declines():
@@ -243,7 +283,7 @@ class Beside:
             self._world.judge.lands(endpoint, _frame(arrival), arrival)
         half = self.halves[arrival.lane]
         demand(not half.gone, "lane", "a payload for a half that is gone")
-        half.arriving[descriptor] = _Bay(arrival, lease)
+        half.arriving[descriptor] = _Bay(arrival, lease, self._world.now)
         # Slower than the wire: what follows on the wire overtakes it.
         delay_s = 3 * self._world.latency()
         endpoint.node.after(delay_s, self._move, half, descriptor)
@@ -265,6 +305,10 @@ class Beside:
         world, endpoint, across = self._world, self._endpoint, self._across(half)
         if half.gone or across is None or across.gone:
             return
+        if across.mute_from <= world.now:
+            world.note(endpoint.name, "lane", "payload lost")
+            return
+        half.moved_at = world.now
         assert endpoint.peer is not None
         load, bay = across.sending[descriptor], half.arriving[descriptor]
         chunk, arrival = load.chunk, bay.arrival
@@ -283,7 +327,7 @@ class Beside:
             return
         del half.arriving[descriptor]
         delay_s = world.completion_delay_s()
-        if delay_s is not None:
+        if delay_s is not None and half.mute_from > world.now:
             peer = endpoint.peer
             peer.node.after(delay_s, peer.beside.sent, across, descriptor)
         if bay.lease is not None:
@@ -297,6 +341,7 @@ class Beside:
     def sent(self, half: Half, descriptor: int) -> None:
         """A half is through with the memory of a chunk."""
         if not half.gone:
+            half.moved_at = self._world.now
             self._endpoint.core.chunk_sent(half.sending.pop(descriptor).chunk)
             self._pump()
 

@@ -116,6 +116,7 @@ class Truth:
         """Puts and gets need no application: a close waits for them, and they move."""
         setup, wire = self._setup, ask.endpoint.end.out.wire
         slow = setup.stuck or setup.late or setup.gap or setup.bytes_per_s
+        slow = slow or self._world.fate.loses
         trips = setup.close_timeout_s / setup.latency_s[1]
         demand(
             slow or trips < 40 or not wire.healthy,
@@ -169,6 +170,12 @@ class Truth:
             silence_s < longest_s + STALL_TOLERANCE_S,
             "detection",
             f"{endpoint.name} has not noticed a silence of {silence_s:.3f} s",
+        )
+        still_s = endpoint.beside.still_s()
+        demand(
+            still_s < longest_s + self._setup.ping_interval_s + STALL_TOLERANCE_S,
+            "detection",
+            f"{endpoint.name} has not noticed that a lane is still for {still_s:.3f} s",
         )
 
     def _check_silence(self, endpoint: Endpoint) -> None:

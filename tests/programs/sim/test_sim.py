@@ -84,6 +84,8 @@ def test_the_schedules_reach_what_they_are_for() -> None:
     for event in ("up", "payload", "it broke", "the other half is gone", "declined"):
         assert said["lane", event] > 50, f"{event}: {said['lane', event]}"
     assert said["lane", "payload missed"] > 10
+    assert said["lane", "payload lost"] > 50
+    assert said["lane", "its path is lost"] > 50
     assert said["lane", "payload of a later lane"] > 10
     assert said["lane", "the other process is gone"]
     assert said["lane", "the connection is over"]

@@ -196,7 +196,7 @@ class PairLanes:
                     lanes.answer(number, b"the server's half")
             case events.LaneBootstrapped(lane=number):
                 lanes.ready(number)
-            case events.LaneClosed(lane=number):
+            case events.LaneClosed(lane=number) | events.LaneStalled(lane=number):
                 self.halves[role, number].ending = True
             case events.LaneDataReceived(arrival=arrival, descriptor=descriptor):
                 if lanes.expects(arrival):

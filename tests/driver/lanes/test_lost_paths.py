@@ -1,0 +1,131 @@
+"""A lane that loses its path while the control link lives: its payload goes elsewhere.
+
+The lanes are real, of each transport that runs here. The receiver's endpoint never
+hears of what was announced, or the sender's never hears that it has been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import kvwire
+from kvwire.backend import registry
+from tests.support import inside
+from tests.support.lanes import raise_again_after
+from tests.support.pairs import Pair, connected, until
+from tests.support.waiting import PATIENCE_S
+
+INTERVAL_S, MISSES = 0.2, 2
+LIMIT_S = INTERVAL_S * MISSES
+SPEC = kvwire.KVSpec(
+    layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype="float16"
+)
+BLOCKS = 256
+TRANSPORTS = ["tcp", "local", "ucx", "inproc"]
+
+
+def layers(value: int) -> list[npt.NDArray[np.float16]]:
+    return [np.full((BLOCKS, 2, 16, 2, 64), value, np.float16) for _ in range(2)]
+
+
+@asynccontextmanager
+async def beside(transport: str, **both: Any) -> AsyncIterator[Pair]:
+    """A pair with a lane of a transport beside a link over tcp, which may carry too."""
+    found = registry.availability(transport)
+    if not found.available:
+        pytest.skip(f"{transport}: {found.reason}")
+    async with connected(
+        prefer=tuple(dict.fromkeys((transport, "tcp"))),
+        forbid=() if transport == "local" else ("local",),
+        lanes=2 if transport == "tcp" else 1,
+        ping_interval_s=INTERVAL_S,
+        ping_misses=MISSES,
+        **both,
+    ) as pair:
+        await until(lambda: inside.lanes(pair.left).open)
+        await until(lambda: inside.lanes(pair.right).open)
+        yield pair
+
+
+def nothing_arrives(pair: Pair, patch: pytest.MonkeyPatch) -> None:
+    """What is announced to the left, who pulls, is lost on its way."""
+    (endpoint,) = inside.lanes(pair.left).open
+    patch.setattr(type(endpoint.lane), "receive", lambda *_: None)
+
+
+def nothing_leaves(pair: Pair, patch: pytest.MonkeyPatch) -> None:
+    """All arrives, but the right, who publishes, never hears that it was sent."""
+    (endpoint,) = inside.lanes(pair.right).open
+    scheduler = inside.driver(pair.right)._scheduler
+    sent = scheduler.payload_sent
+
+    def is_sent(lane: Lane, token: object) -> None:
+        if lane is not endpoint.lane:
+            sent(lane, token)
+
+    patch.setattr(scheduler, "payload_sent", is_sent)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("lose", [nothing_arrives, nothing_leaves])
+async def test_a_transfer_goes_on_elsewhere_and_drains(
+    transport: str, lose: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raise_again_after(monkeypatch, PATIENCE_S)
+    async with beside(transport) as pair:
+        (lost,) = inside.lanes(pair.left).open
+        lose(pair, monkeypatch)
+        out = pair.far.publish("x", kvwire.PagedCache(SPEC, layers(1)), range(BLOCKS))
+        out.ready(layers=slice(0, 2))
+        out.finish()
+        target = layers(0)
+        into = kvwire.PagedCache(SPEC, target)
+        async with asyncio.timeout(2 * LIMIT_S + 2 * INTERVAL_S + 2):
+            incoming = pair.left.pull("x", into, range(BLOCKS))
+            assert (await incoming).complete
+            assert (await out).complete
+            await incoming.drained()
+            await out.drained()
+        assert all((layer == 1).all() for layer in target)
+        async with asyncio.timeout(PATIENCE_S):
+            await until(lambda: not inside.lanes(pair.left).knows(lost.lane))
+        assert not pair.left.closed
+        reports = f"{pair.left.transport_report} {pair.right.transport_report}"
+        assert "its path is lost: nothing has" in reports or transport == "tcp"
+
+
+async def test_without_another_transport_the_connection_ends_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with connected(
+        require=("inproc",), ping_interval_s=INTERVAL_S, ping_misses=MISSES
+    ) as pair:
+        nothing_arrives(pair, monkeypatch)
+        receiving = pair.left.recv(1, into=bytearray(1 << 20))
+        sending = pair.right.send(1, bytes(1 << 20))
+        with pytest.raises(
+            kvwire.ConnectionLost, match=r"nothing has arrived for 0\.4"
+        ):
+            await receiving
+        with pytest.raises(kvwire.ConnectionLost):
+            await sending
+
+
+async def test_a_lane_that_rests_or_is_slow_does_not_fail() -> None:
+    """No payload is no loss, and neither is payload that comes slowly."""
+    async with beside("inproc") as pair:
+        (endpoint,) = inside.lanes(pair.left).open
+        await asyncio.sleep(4 * LIMIT_S)
+        for _ in range(4):
+            sending = pair.right.send(1, bytes(1 << 20))
+            assert len(await pair.left.recv(1)) == 1 << 20
+            await sending
+            await asyncio.sleep(LIMIT_S / 2)
+        assert inside.lanes(pair.left).open == [endpoint]
