@@ -17,6 +17,7 @@ import pytest
 
 import kvwire
 from kvwire.backend import registry
+from kvwire.backend.lane import Lane
 from tests.support import inside
 from tests.support.lanes import raise_again_after
 from tests.support.pairs import Pair, connected, until
