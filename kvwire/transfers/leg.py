@@ -354,11 +354,7 @@ class Leg:
         has notified its transfer, which ends or serves its other peers.
         """
         transfer = self.transfer
-        lost = (
-            error is not None
-            and transfer._services.config.resume
-            and recoverable(error)
-        )
+        lost = transfer._services.config.resume and self.may_resume(error)
         if transfer._state in (TransferState.NEW, TransferState.OPEN):
             if lost:
                 self._note_silence(transfer)
@@ -370,7 +366,7 @@ class Leg:
                 return
             self.step(LegInput.END)
             transfer._leg_over(self, error)
-        elif lost and self.state is not LegState.REFUSED:
+        elif lost:
             # The peer may not know how it ended here; the next link carries the report.
             self.step(LegInput.LOSE)
             if transfer._outcome is not None:
@@ -386,6 +382,14 @@ class Leg:
             # Break the reference cycle, or only the garbage collector would free both.
             self.flow = None
             del self.transfer
+
+    def may_resume(self, error: KVWireError | None) -> bool:
+        """Return whether another link may carry the leg after this end of its request.
+
+        A refused leg has ended on this side. Its error is this side's own, such as the
+        loss of another peer.
+        """
+        return self.state in ON_LINK and recoverable(error)
 
     # --- the end ----------------------------------------------------------------------
 

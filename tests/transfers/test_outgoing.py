@@ -12,6 +12,7 @@ import kvwire
 from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
 from tests.support.caches import LAYERS, RANKS, SPEC, Memory, same
+from tests.support.waiting import PATIENCE_S
 
 
 @scenario()
@@ -113,6 +114,32 @@ async def test_one_consumer_goes_on_while_another_is_reattached(w: World) -> Non
     assert all(o.complete for o in (await first, await second, await out))
     assert same(w.source, LIST, w.target, DEST)
     assert same(w.source, LIST, w.target, [20, 21, 22, 23, 24])
+
+
+@pytest.mark.parametrize("marked", [0, 1, LAYERS])
+@scenario("inproc", restart_grace_s=0.05)
+async def test_a_consumer_that_is_gone_ends_the_whole_group(
+    w: World, marked: int
+) -> None:
+    """As soon as its grace is over, whatever the other consumers were doing."""
+    async with kvwire.open(name="gone", resume=False) as third:
+        lost = await third.connect(w.address)
+        out = w.p.publish("t", w.source.cache, LIST, consumers=2)
+        first = w.pull_side.pull("t", w.target.cache, DEST)
+        second = lost.pull("t", Memory(SPEC).cache, DEST)
+        await w.until(lambda: inside.planned(first) and inside.planned(second))
+        for layer in range(marked):
+            out.ready(layers=layer)
+        if marked:
+            await first.layer(0)
+        lost.abort("killed")
+        async with asyncio.timeout(PATIENCE_S):
+            outcome = await out
+        assert not outcome.complete
+        assert "was reset, and it was not back within" in str(outcome.missing.reasons)
+        assert (await first).complete is (marked == LAYERS)
+        assert not (await second).complete
+        await out.drained()
 
 
 @scenario("inproc")

@@ -14,7 +14,7 @@ import kvwire
 from kvwire.errors import WireCode
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
-from kvwire.transfers.leg import Leg, recoverable
+from kvwire.transfers.leg import Leg
 from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.state import (
     LEG_TRANSITIONS,
@@ -71,6 +71,55 @@ def test_memory_is_used_anew_only_after_its_link_has_let_go() -> None:
         if state not in ON_LINK and target in ON_LINK:
             assert (state, event) == (LegState.WAITING, LegInput.RESUME)
     assert not [s for s, _ in LEG_TRANSITIONS if s is LegState.OVER]
+
+
+GONE = {LegState.LOST, LegState.WAITING, LegState.OVER}
+REFUSED = {LegState.REFUSED}
+AGREED = {LegState.MOVING, LegState.SETTLED, LegState.COMMITTED}
+# Why the other pairs do not meet: for each input, states and the reason.
+NEVER: dict[LegInput, list[tuple[set[LegState], str]]] = {
+    LegInput.AGREE: [
+        (AGREED, "a request is agreed on once: KVW-TR-02"),
+        (REFUSED, "Leg.agreed ignores the answer"),
+        (GONE, "no request of the leg is open"),
+    ],
+    LegInput.SETTLE: [
+        ({LegState.ASKED}, "the core settles only what was agreed on"),
+        ({LegState.SETTLED}, "the transfer has ended with it, and Leg.event knows"),
+        ({LegState.COMMITTED}, "a producer settles right after AGREE, before marks"),
+        (REFUSED, "Leg.event ignores it"),
+        (GONE, "no request of the leg is open"),
+    ],
+    LegInput.COMMIT: [
+        (set(LegState) - {LegState.MOVING, LegState.SETTLED}, "SendFlow.send returns"),
+    ],
+    LegInput.REFUSE: [
+        (REFUSED | GONE, "Leg.refuse does nothing: the request is over"),
+    ],
+    LegInput.LOSE: [
+        (REFUSED, "Leg.may_resume: its error is this side's own"),
+        (GONE, "each request ends once"),
+    ],
+    LegInput.RELEASE: [
+        (set(LegState) - {LegState.LOST}, "Leg.release asks for LOST"),
+    ],
+    LegInput.RESUME: [
+        (set(LegState) - {LegState.WAITING}, "answer_of and reattach ask for WAITING"),
+    ],
+    LegInput.END: [(GONE, "each request ends once")],
+}
+
+
+def test_each_pair_is_a_step_or_never_meets() -> None:
+    pairs = set(itertools.product(LegState, LegInput))
+    never = [
+        (state, event)
+        for event, reasons in NEVER.items()
+        for states, _ in reasons
+        for state in states
+    ]
+    assert len(never) == len(set(never))
+    assert set(never) == pairs - set(LEG_TRANSITIONS)
 
 
 def test_the_sets_of_states_share_nothing_and_lack_nothing() -> None:
@@ -139,8 +188,7 @@ class OneLeg(Leg):
     """What both ends do when a request is over, without plans and memory."""
 
     def ended(self, error: kvwire.KVWireError | None) -> None:
-        goes_on = recoverable(error) and self.state in ON_LINK
-        self.step(LegInput.LOSE if goes_on else LegInput.END)
+        self.step(LegInput.LOSE if self.may_resume(error) else LegInput.END)
 
 
 # When the peer agrees, all has landed, and the producer commits.
