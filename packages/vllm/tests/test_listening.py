@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvwire.errors import ListenError
-from kvwire_vllm.proxy import listening
 from kvwire_vllm.proxy.listening import listen
 
 
@@ -82,7 +81,7 @@ def test_an_address_that_this_host_does_not_have_is_left_out(
         )
     ]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    monkeypatch.setattr(listening.socket, "socket", WithoutIPv6)
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
     opened += listen(host, 0)
     assert [sock.getsockname()[0] for sock in opened] == ["127.0.0.1"]
     found.pop()
