@@ -158,7 +158,7 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "--host": {
         "default": "127.0.0.1",
-        "help": "an address or a name of this host; * for all interfaces of IPv4 and "
+        "help": "an address or a name of this host; :: for all interfaces of IPv4 and "
         "IPv6",
     },
     "--port": {

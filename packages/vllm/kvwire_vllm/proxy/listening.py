@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from kvwire.errors import ListenError
 
-EVERYWHERE: Final = "*"
-"""The spelling of all interfaces: of IPv4 and of IPv6, whichever this host has."""
+EVERYWHERE: Final = "::"
+"""The spelling of all interfaces, of IPv6 and IPv4, whichever this host has."""
 
 _BACKLOG: Final = 1024
 _NOT_OF_THIS_HOST: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -20,9 +20,9 @@ def listen(host: str, port: int) -> list[socket.socket]:
     """Listen at all addresses of a host, at one port.
 
     Args:
-        host: A numeric address, with or without brackets; a name; or ``*``. Of the
-            addresses behind a name, those that this host does not have are left out: in
-            a container ``localhost`` may stand for ``::1`` too.
+        host: A numeric address, with or without brackets, or a name. Of the addresses
+            behind a name, those that this host does not have are left out: in a
+            container ``localhost`` may stand for ``::1`` too.
         port: The port; 0 for any free one.
 
     Raises:
@@ -33,12 +33,15 @@ def listen(host: str, port: int) -> list[socket.socket]:
     with ExitStack() as undo:
         try:
             missing: OSError | None = None
+            everywhere = name == EVERYWHERE
             found = socket.getaddrinfo(
-                None if name == EVERYWHERE else name,
+                None if everywhere else name,
                 port,
                 type=socket.SOCK_STREAM,
                 flags=socket.AI_PASSIVE,
             )
+            if everywhere:
+                found.sort(key=lambda one: one[0] != socket.AF_INET6)
             for family, *_, address in dict.fromkeys(found):
                 where: Any = (address[0], port, *address[2:])
                 try:
@@ -47,8 +50,10 @@ def listen(host: str, port: int) -> list[socket.socket]:
                     if exc.errno not in _NOT_OF_THIS_HOST:
                         raise
                     missing = exc
-                else:
-                    port = sockets[0].getsockname()[1]
+                    continue
+                if everywhere:
+                    break  # IPv4 is included
+                port = sockets[0].getsockname()[1]
             if missing is not None and not sockets:
                 raise missing
         except OSError as exc:
@@ -63,8 +68,8 @@ def _bound(family: socket.AddressFamily, address: Any) -> socket.socket:
         sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Otherwise "::" would include every IPv4 address, which has its own socket.
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one_family = address[0] != EVERYWHERE
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, one_family)
         sock.bind(address)
         sock.listen(_BACKLOG)
         undo.pop_all()
