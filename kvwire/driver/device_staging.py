@@ -229,7 +229,7 @@ class DeviceStaging:
                     holds.drop(buffer)
                     then()
                 else:
-                    self._failed(copy_engine, error, request)
+                    self._failed(copy_engine, error, begin, request)
                 self._owner.run()
             except Exception:
                 # Only abort, and raise nothing, because the completion thread has more
@@ -242,7 +242,7 @@ class DeviceStaging:
             begin(done)
         except Exception as exc:  # noqa: BLE001 - whatever the device's library raises
             self._copying -= 1
-            self._failed(copy_engine, exc, request)
+            self._failed(copy_engine, exc, begin, request)
 
     def _gathered(self, chunk: Chunk) -> None:
         if self._ended:
@@ -316,8 +316,14 @@ class DeviceStaging:
             self._link.resume()
 
     def _failed(
-        self, copy_engine: CopyEngine, error: Exception, request: RequestRecord | None
+        self,
+        copy_engine: CopyEngine,
+        error: Exception,
+        began: object,
+        request: RequestRecord | None,
     ) -> None:
+        """Fail the connection; the memory of the copy stays as it is for ever."""
+        copy_engine.kept.append(began)  # bounded: STAGING_SLOTS for each connection
         if not copy_engine.failed:
             logger.error(
                 "%s failed; the buffers of its copy stay held",

@@ -27,6 +27,7 @@ from kvwire import (
 from kvwire.kv.layout import AxisOrder
 from kvwire.limits import KIB
 from kvwire.memory import LayerCounter
+from kvwire.memory.device.copy_engine import WatchedStream
 from tests.support import inside
 from tests.support.pairs import Pair, connected, turns, until
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
@@ -302,6 +303,22 @@ async def test_a_failed_device_keeps_its_memory(
     await inc.drained()
     assert not out.is_drained
     assert pair.near.quarantined_bytes > 0
+    engine = inside.services(pair.near).devices.copy_engine(near.device)
+    assert engine.kept  # its slot as well
+
+
+async def test_a_copy_that_is_queued_and_cannot_be_watched_keeps_its_memory(
+    pair: Pair, near: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device works, and goes on to read and write what the copy was given."""
+    source, target = Cache(near), Cache(None, seed=None)
+    near.hold()
+    monkeypatch.setattr(WatchedStream, "watch", _bug)
+    out, inc = begin(pair, source, target)
+    assert "planted" in str((await inc).missing)
+    await inc.drained()
+    assert not out.is_drained
+    assert inside.services(pair.near).devices.copy_engine(near.device).kept
 
 
 async def test_a_bug_behind_a_copy_ends_its_own_connection_only(

@@ -38,6 +38,7 @@ from kvwire.memory.device.ops import (
 )
 from kvwire.memory.device.registry import register, unregister
 from kvwire.types import Device, MemoryKind
+from tests.support.waiting import PATIENCE_S
 
 # As CUDA's allocator aligns.
 _ALIGNMENT: Final = 256
@@ -64,6 +65,7 @@ class SimulatedDevice(DeviceOps):
         self._memory = _Memory(self._file.fileno(), nbytes)
         # That of other processes.
         self._opened: list[_Memory] = []
+        self._streams: list[SimulatedStream] = []
         self.shares = True
         self._nbytes = nbytes
         self._used = 0
@@ -72,7 +74,8 @@ class SimulatedDevice(DeviceOps):
     # --- DeviceOps --------------------------------------------------------------------
 
     def stream(self) -> SimulatedStream:
-        return SimulatedStream(self)
+        self._streams.append(made := SimulatedStream(self))
+        return made
 
     def record_current(self) -> SimulatedEvent:
         """See DeviceOps; of a thread that has set no stream, one that has no work."""
@@ -183,9 +186,14 @@ class SimulatedDevice(DeviceOps):
         self._error = error
 
     def close(self) -> None:
-        """Forget the device, and free its memory; its streams have no work left."""
+        """Forget the device, and free its memory when its streams have no work left.
+
+        As on a real device, which finishes what it touches memory for, whoever failed.
+        """
         self.release()
         unregister(self)
+        for stream in self._streams:
+            stream.end()
         assert not self._opened, "allocations of other processes are open"
         self._memory.close()
         self._file.close()
@@ -297,9 +305,10 @@ class SimulatedStream(Stream):
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(
+        self._thread = threading.Thread(
             target=self._run, name=f"{device.device} stream", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     @property
     def pointer(self) -> int:
@@ -337,6 +346,12 @@ class SimulatedStream(Stream):
 
     def close(self) -> None:
         self._work.put(None)
+
+    def end(self) -> None:
+        """Close it, and wait until its work is done."""
+        self.close()
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "a stream whose work does not end"
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -35,6 +36,30 @@ def test_the_host_cannot_touch_its_memory() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False
     )
     assert done.returncode == -signal.SIGSEGV, done.stderr
+
+
+def test_memory_stays_until_the_streams_are_done_with_it() -> None:
+    """Also if a copy is under way while the device fails: it touches the memory."""
+    device = SimulatedDevice()
+    stream = device.stream()
+    array, host = device.array(np.ones(4, np.uint8)), device.pinned(4)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        begun.set()
+        goes_on.wait()
+        host[:] = array.read().data
+
+    stream.call(slowly)
+    begun.wait()
+    device.fail("it fell off the bus")
+    closing = threading.Thread(target=device.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    goes_on.set()
+    closing.join()
+    assert bytes(host) == bytes([1]) * 4
 
 
 def test_work_is_queued_and_not_done(device: SimulatedDevice, stream: Stream) -> None:

@@ -44,12 +44,14 @@ class CopyEngine:
 
     Attributes:
         failed: The reason if the device has failed, which is permanent; else "".
+        kept: What failed copies may still touch; it is never freed.
     """
 
     def __init__(self, ops: DeviceOps, call_soon: CallSoon, slot_bytes: int) -> None:
         self.ops = ops
         self.slot_bytes = slot_bytes
         self.failed = ""
+        self.kept: list[object] = []
         self.outbound: WatchedStream = WatchedStream(ops, call_soon, "out of")
         self.inbound: WatchedStream = WatchedStream(ops, call_soon, "into")
         self._gathered: Fragments = self.outbound.stream.buffer(slot_bytes)
@@ -88,6 +90,17 @@ class CopyEngine:
         """Release the streams once their work is done; never blocks."""
         self.outbound.close()
         self.inbound.close()
+        if self.kept:
+            # bounded: the copies that were in progress when a device failed
+            _kept.append((self.kept, self._gathered, self._packed))
+
+
+_kept: Final[list[object]] = []
+"""The memory of failed copies of engines that are closed.
+
+A device that has failed proves nothing. Pinned memory would be reused for another copy,
+and device memory freed, while the failed copy may still touch both.
+"""
 
 
 class StreamWaiters:

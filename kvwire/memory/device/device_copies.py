@@ -134,16 +134,18 @@ class _DeviceCopier:
         out = source.device is not None
         lock, slots = self._outbound if out else self._inbound
         way = self._engine.outbound if out else self._engine.inbound
+        device = self._engine.ops.device
         with lock:
+            if self._engine.failed:
+                raise DeviceFailed(f"{device} failed: {self._engine.failed}")
             try:
-                if self._engine.failed:
-                    raise RuntimeError(self._engine.failed)
                 if after is not None:
                     way.stream.wait(after)
                 self._copy_pieces(source, destination, slots, out=out)
             except Exception as exc:
+                # Copies that are in progress may still touch them.
+                self._engine.kept += [source, destination, *slots]
                 self._engine.failed = str(exc)
-                device = self._engine.ops.device
                 raise DeviceFailed(f"{device} failed: {exc}") from exc
 
     def _copy_pieces(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
@@ -68,6 +70,21 @@ def pieces(array: SimulatedArray, device: SimulatedDevice, count: int) -> Fragme
         writable=True,
         device=device.device,
     )
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_failed_copies_may_touch_outlives_the_engine(
+    device: SimulatedDevice, loop: Loop, failed: bool
+) -> None:
+    engine = CopyEngine(device, loop.call_soon, 100 * PIECE_BYTES)
+    slot = np.zeros(8, np.uint8)
+    still_there = weakref.ref(slot)
+    if failed:
+        engine.kept.append(slot.data)
+    engine.close()
+    del engine, slot
+    gc.collect()
+    assert (still_there() is not None) is failed
 
 
 @pytest.mark.parametrize("count", [1, RUNS_MAX, RUNS_MAX + 1, 100])
