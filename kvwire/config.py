@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import reprlib
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -521,7 +522,23 @@ def local_path(text: str) -> str:
 _VARIABLE: Final = re.compile(r"\$(?:(\w+)|\{([^}]*)\})")
 
 
+T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
+_PLANNING: Final = threading.Lock()
+
+
+def converted(value: Any, kind: type[T], *, strict: bool = True) -> T:
+    """Return a plain value as a type; from any thread.
+
+    msgspec builds a type's plan at the type's first use, without a lock. A second
+    thread that meets it half built crashes the process. A decoder is built once, when
+    its module is imported; a conversion has none, so all of them take this lock.
+
+    Raises:
+        msgspec.ValidationError: The value is not of this type.
+    """
+    with _PLANNING:
+        return msgspec.convert(value, kind, strict=strict)
 
 
 def checked_values(
@@ -533,7 +550,7 @@ def checked_values(
     """Return settings as a struct; an error names the key and its origin."""
     try:
         # strict=False reads numbers from text, as environment variables have them.
-        return msgspec.convert(values, kind, strict=False)
+        return converted(values, kind, strict=False)
     except UnicodeEncodeError as exc:  # such as a variable whose bytes are not text
         key = next((k for k, value in values.items() if value == exc.object), "value")
         origin = origins.get(key, usual_origin)

@@ -74,6 +74,10 @@ class _Event(msgspec.Struct, frozen=True):
     object: _Slice
 
 
+_LIST: Final = msgspec.json.Decoder(_List)
+_EVENT: Final = msgspec.json.Decoder(_Event)
+
+
 class KubernetesDirectory(DnsDirectory):
     """Finds members by a Service: ``k8s://decode.default:7400?role=decode``.
 
@@ -142,7 +146,7 @@ class KubernetesDirectory(DnsDirectory):
                 async for part in parts:
                     body += part
                     _check_size(len(body))
-        found = msgspec.json.decode(body, type=_List)
+        found = _LIST.decode(body)
         slices = {s.metadata.name: self._members(s) for s in found.items or ()}
         return found.metadata.resource_version, slices
 
@@ -166,7 +170,7 @@ class KubernetesDirectory(DnsDirectory):
                     rest = bytearray(last)
                     _check_size(len(rest))
                     for line in filter(None, lines):
-                        event = msgspec.json.decode(line, type=_Event)
+                        event = _EVENT.decode(line)
                         if event.type == "ERROR":
                             return  # the version is too old: everything is read again
                         if event.type != "BOOKMARK":

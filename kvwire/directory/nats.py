@@ -259,7 +259,7 @@ class NatsDirectory(Directory):
         subject = f"$JS.API.STREAM.INFO.KV_{self.given['bucket']}"
         answer = await client.request(subject, timeout=_CONNECT_S)
         with suppress(msgspec.MsgspecError):
-            return msgspec.json.decode(answer.data, type=_ServerTime).ts
+            return _SERVER_TIME.decode(answer.data).ts
         return None
 
     @contextmanager
@@ -293,6 +293,9 @@ class _ServerTime(msgspec.Struct, frozen=True):
     """The field of a stream's description that the library omits."""
 
     ts: datetime | None = None
+
+
+_SERVER_TIME: Final = msgspec.json.Decoder(_ServerTime)
 
 
 async def _closed(client: Client) -> None:

@@ -11,7 +11,7 @@ import stat
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -34,6 +34,10 @@ class ProcessTrace(msgspec.Struct, frozen=True):
     name: str
     pid: int
     events: tuple[tuple[int, str, str, tuple[str | int, ...]], ...]
+
+
+_SNAPSHOT: Final = msgspec.json.Decoder(Snapshot)
+_TRACE: Final = msgspec.json.Decoder(ProcessTrace)
 
 
 def sockets(folder: Path | None) -> list[Path]:
@@ -68,22 +72,24 @@ def _is_socket(path: Path) -> bool:
 
 def snapshots(paths: list[Path]) -> tuple[list[Snapshot], list[str]]:
     """Request a snapshot from each process; return the answers, and the failures."""
-    return _ask_all(paths, "snapshot", Snapshot)
+    return _ask_all(paths, "snapshot", _SNAPSHOT)
 
 
 def traces(paths: list[Path]) -> tuple[list[ProcessTrace], list[str]]:
     """Request each process's last events; return the answers, and the failures."""
-    return _ask_all(paths, "trace", ProcessTrace)
+    return _ask_all(paths, "trace", _TRACE)
 
 
 def _ask_all(
-    paths: list[Path], what: Literal["snapshot", "trace"], kind: type[T]
+    paths: list[Path],
+    what: Literal["snapshot", "trace"],
+    decoder: msgspec.json.Decoder[T],
 ) -> tuple[list[T], list[str]]:
     answers = []
     silent = []
     # In parallel, so that several unresponsive processes cost no more time than one.
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        for found in threads.map(lambda path: _answer(path, what, kind), paths):
+        for found in threads.map(lambda path: _answer(path, what, decoder), paths):
             if isinstance(found, str):
                 silent.append(found)
             elif found is not None:
@@ -91,17 +97,17 @@ def _ask_all(
     return answers, silent
 
 
-def _answer(path: Path, what: str, kind: type[T]) -> T | str | None:
+def _answer(path: Path, what: str, decoder: msgspec.json.Decoder[T]) -> T | str | None:
     """Return a process's answer, or the reason for none; None if it was killed."""
     try:
-        return _ask(path, what, kind)
+        return _ask(path, what, decoder)
     except ConnectionRefusedError:
         return None
     except (OSError, KVWireError, *DECODE_ERRORS) as exc:
         return f"{path.name}: {str(exc) or type(exc).__name__}"
 
 
-def _ask(path: Path, what: str, kind: type[T]) -> T:
+def _ask(path: Path, what: str, decoder: msgspec.json.Decoder[T]) -> T:
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(_PATIENCE_S)
         client.connect(str(path))
@@ -113,8 +119,7 @@ def _ask(path: Path, what: str, kind: type[T]) -> T:
             raise KVWireError(_why_silent(_pid_of_peer(client))) from None
     if not answer.endswith(b"\n"):
         raise KVWireError("the process did not answer completely")
-    found: Any = msgspec.json.decode(answer, type=kind)
-    return found  # type: ignore[no-any-return]
+    return decoder.decode(answer)
 
 
 def _pid_of_peer(client: socket.socket) -> int:

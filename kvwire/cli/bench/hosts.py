@@ -19,6 +19,7 @@ import kvwire
 from kvwire.cli.bench.line import Line, Turn, turns
 from kvwire.cli.bench.sides import Left, Right, facts, opened
 from kvwire.cli.bench.work import Work
+from kvwire.config import converted
 from kvwire.limits import MIB
 
 _TAG: Final = 100
@@ -109,7 +110,7 @@ async def attend(
 
 async def left(line: Line, options: dict[str, Any]) -> None:
     """Do each round's work with the peer at ``address``."""
-    works = msgspec.convert(options["works"], list[Work])
+    works = converted(options["works"], list[Work])
     profile = {PROFILE: options["profile"]}
     async with opened("bench-left", profile) as communicator:
         where = options["address"]

@@ -24,6 +24,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 from kvwire.cli.bench.work import Work
+from kvwire.config import converted
 
 HOST: Final = "127.0.0.1"
 Seconds = Sequence[float]
@@ -84,7 +85,7 @@ async def turns(line: Line) -> AsyncIterator[Turn]:
     """Yield each round as it is asked for."""
     with suppress(EOFError):
         while True:
-            yield msgspec.convert(await line.receive(), Turn)
+            yield converted(await line.receive(), Turn)
 
 
 Program = Callable[[Line, dict[str, Any]], Coroutine[Any, Any, None]]

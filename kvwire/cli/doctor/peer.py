@@ -24,6 +24,7 @@ from kvwire.cli.bench.line import Line, Turn
 from kvwire.cli.bench.sides import Left
 from kvwire.cli.bench.work import GET, PUT, ROUND_TRIP, Work
 from kvwire.cli.doctor.examination import Examination
+from kvwire.config import converted
 from kvwire.limits import KIB, MIB
 from kvwire.types import Address, Candidate
 
@@ -119,7 +120,7 @@ async def listen(
     """Serve other doctors until the communicator is closed; pass their reports on."""
 
     def heard(value: object) -> None:
-        reported(msgspec.convert(value, PeerReport))
+        reported(converted(value, PeerReport))
 
     await attend(communicator, works(), examination, heard)
 
@@ -149,7 +150,7 @@ async def try_out(
             try:
                 if PROFILE.items() <= dict(connection.peer.profile).items():
                     line = ConnectionLine(connection)
-                    there = msgspec.convert(await line.receive(), Examination)
+                    there = converted(await line.receive(), Examination)
                     if transport:
                         trial = await _measured(line, side, trial)
                 else:

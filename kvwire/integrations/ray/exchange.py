@@ -43,6 +43,10 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True):
     grant: bytes = b""  # empty if there is no such offer
 
 
+_ASKS: Final = msgspec.msgpack.Decoder(_Ask)
+_ANSWER: Final = msgspec.msgpack.Decoder(_Answer)
+
+
 @dataclass(slots=True)
 class _Offer:
     buffers: Sequence[Bytes]
@@ -110,7 +114,7 @@ class TensorExchange:
     ) -> None:
         try:
             while True:
-                ask = msgspec.msgpack.decode(await connection.recv(_ASK), type=_Ask)
+                ask = _ASKS.decode(await connection.recv(_ASK))
                 answer = _Answer(self._grant(comm, connection, ask.name))
                 await connection.send(ask.tag, msgspec.msgpack.encode(answer))
         except kvwire.ConnectionClosed:
@@ -198,7 +202,7 @@ class TensorExchange:
         answering = connection.recv(ask.tag)
         try:
             await connection.send(_ASK, msgspec.msgpack.encode(ask))
-            answer = msgspec.msgpack.decode(await answering, type=_Answer)
+            answer = _ANSWER.decode(await answering)
         finally:
             answering.cancel()
         if not answer.grant:

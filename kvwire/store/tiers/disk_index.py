@@ -108,6 +108,9 @@ class _Described(msgspec.Struct, array_like=True, omit_defaults=True, frozen=Tru
     tenant: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)] = ""
 
 
+_DESCRIBED: Final = msgspec.json.Decoder(_Described)
+
+
 class DiskRows(NamedTuple):
     """Rows of the table ``blocks``, each column as an array."""
 
@@ -291,7 +294,7 @@ class DiskIndex:
         """Yield the stored namespaces that can be read, with their digests."""
         for (words,) in self._db.execute("SELECT described FROM spaces"):
             with contextlib.suppress(UsageError, TypeError, *DECODE_ERRORS):
-                described = msgspec.json.decode(words, type=_Described)
+                described = _DESCRIBED.decode(words)
                 spec = KVSpec.from_pairs(described.pairs)
                 namespace = Namespace(described.group, spec, described.tenant)
                 yield namespace.digest, namespace

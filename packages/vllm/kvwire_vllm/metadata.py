@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self
 import msgspec
 from msgspec import Meta
 
+from kvwire.config import converted
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Array
@@ -181,7 +182,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
         if isinstance(given.get("remote"), str):
             given["remote"] = given["remote"].split(",")
         try:
-            made = msgspec.convert(given, cls)
+            made = converted(given, cls)
         except (msgspec.ValidationError, UnicodeEncodeError) as exc:
             raise UsageError(f"kv_transfer_params: {exc}") from None
         if made.stages > max(1, len(made.remote)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 
@@ -37,6 +38,36 @@ def deserialisers(source: Source) -> Iterator[Finding]:
 # --- tasks that an application's task factory would start at once --------------------
 
 _STARTS = re.compile(r"(?:\basyncio|loop(?:\(\))?)\.create_task\(")
+
+
+# --- types whose plan msgspec would build in several threads at once ------------------
+
+_IN_A_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def plans(source: Source) -> Iterator[Finding]:
+    """Decoders that a function makes, and conversions, which have none."""
+    for function in ast.walk(source.syntax):
+        if isinstance(function, _IN_A_FUNCTION):
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and _plans(node):
+                    text = (
+                        "threads may meet a type half built: use a decoder of the "
+                        "module, or kvwire.config.converted"
+                    )
+                    name = getattr(function, "name", "lambda")
+                    yield Finding(source.path, node.lineno, name, text)
+
+
+def _plans(call: ast.Call) -> bool:
+    match call:
+        case ast.Call(func=ast.Attribute(attr="Decoder")):
+            return True
+        case ast.Call(func=ast.Attribute(value=ast.Name("msgspec"), attr="convert")):
+            return True
+        case ast.Call(func=ast.Attribute(attr="decode"), keywords=keywords):
+            return any(keyword.arg == "type" for keyword in keywords)
+    return False
 
 
 # --- ties to one machine or one package registry --------------------------------------
@@ -110,6 +141,23 @@ CHECKS = (
             ("kvwire/a.py", "self._loop.create_task(work())"),
         ],
         good=[("kvwire/a.py", "group.create_task(work())\nstart_task(work())")],
+    ),
+    Check(
+        name="decoders are built at import",
+        over=CODE,
+        # Their processes decode in one thread each.
+        beyond=("packages/certify/", "packages/vllm/kvwire_vllm/proxy/"),
+        suffixes=(".py",),
+        find=each(plans),
+        bad=[
+            ("kvwire/a.py", "def f(x):\n    return msgspec.convert(x, Kind)"),
+            ("kvwire/a.py", "async def f(x):\n    msgspec.json.decode(x, type=Kind)"),
+            ("kvwire/a.py", "def f():\n    return msgspec.json.Decoder(Kind)"),
+        ],
+        good=[("kvwire/a.py", "_KIND: Final = msgspec.json.Decoder(Kind)")],
+        excused={
+            "kvwire/config.py::converted": "under a lock",
+        },
     ),
     Check(
         name="no path of one machine",

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvwire.config import converted
 from kvwire.directory import Record
 from kvwire.errors import UsageError, shown
 from kvwire.types import Address, is_loopback
@@ -74,7 +75,7 @@ def read_member(record: Record, allowed: AllowedHosts) -> VllmMember:
     """Parse a record into an engine's rank."""
     try:
         # Not strict, since the value of a label is always a text.
-        labels = msgspec.convert(record.labels, EngineLabels, strict=False)
+        labels = converted(record.labels, EngineLabels, strict=False)
     except msgspec.ValidationError as exc:
         raise UsageError(f"labels: {exc}") from None
     if labels.rank >= labels.ranks:
