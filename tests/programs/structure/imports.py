@@ -13,13 +13,13 @@ BACKENDS: Final = "backends"
 Graph = Mapping[str, Collection[str]]
 
 
-def of_tree(backends: Iterable[str]) -> Graph:
-    """What the files of kvwire and of its backends import, for annotations too."""
+def of_tree(others: Iterable[str]) -> Graph:
+    """What the files of kvwire and of other packages import, for annotations too."""
     # It comes with import-linter, which only `make check` has.
     import grimp
 
     graph = grimp.build_graph(
-        ROOT, *backends, exclude_type_checking_imports=False, cache_dir=None
+        ROOT, *others, exclude_type_checking_imports=False, cache_dir=None
     )
     return {
         module: graph.find_modules_directly_imported_by(module)
