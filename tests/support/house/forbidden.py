@@ -156,7 +156,7 @@ CHECKS = (
         ],
         good=[("kvwire/a.py", "_KIND: Final = msgspec.json.Decoder(Kind)")],
         excused={
-            "kvwire/config.py::converted": "it holds the lock that all conversions take",
+            "kvwire/config.py::converted": "all conversions take its lock",
         },
     ),
     Check(
