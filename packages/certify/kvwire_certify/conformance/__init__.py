@@ -2,7 +2,7 @@
 
 >>> report = await check_backend("tcp")
 
-or, from a shell, ``python -m kvwire_certify.conformance tcp``. It needs no test
+or, from a shell, ``kvwire certify backend tcp``. It needs no test
 framework; docs/howto/write-a-backend.md shows one pytest test for each check.
 """
 
