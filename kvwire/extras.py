@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -46,6 +47,43 @@ def _command(
     return f"pip install {shlex.join(_packages(distribution, extra))}"
 
 
+# What kvwire itself offers, as in pyproject.toml. Packages that were copied without
+# their metadata (vendored, frozen, a layer of an image) have no entry points.
+_OWN: Final[Mapping[str, Mapping[str, str]]] = {
+    "kvwire.backends": {
+        "inproc": "kvwire_inproc:InprocBackend",
+        "local": "kvwire_local:LocalBackend",
+        "nccl": "kvwire_nccl:NcclBackend",
+        "nixl": "kvwire_nixl:NixlBackend",
+        "tcp": "kvwire_tcp:TcpBackend",
+        "ucx": "kvwire_ucx:UcxBackend",
+    },
+    "kvwire.directories": {
+        "dns": "kvwire.directory.dns:DnsDirectory",
+        "file": "kvwire.directory.file:FileDirectory",
+        "k8s": "kvwire.directory.kubernetes:KubernetesDirectory",
+        "nats": "kvwire.directory.nats:NatsDirectory",
+        "ray": "kvwire.directory.ray:RayDirectory",
+        "redis": "kvwire.directory.redis:RedisDirectory",
+        "rediss": "kvwire.directory.redis:RedisDirectory",
+        "tls": "kvwire.directory.nats:NatsDirectory",
+        "valkey": "kvwire.directory.redis:RedisDirectory",
+        "valkeys": "kvwire.directory.redis:RedisDirectory",
+    },
+}
+
+
+def offered(group: str) -> list[metadata.EntryPoint]:
+    """Return a group's entry points, and kvwire's own that its metadata lacks."""
+    found = list(metadata.entry_points(group=group))
+    names = {point.name for point in found}
+    return found + [
+        metadata.EntryPoint(name, value, group)
+        for name, value in _OWN.get(group, {}).items()
+        if name not in names
+    ]
+
+
 class NotInstalledError(ModuleNotFoundError):
     """A package is missing; the message has the command that installs it."""
 
@@ -66,7 +104,7 @@ def plug_in(group: str, name: str, kind: type[Any]) -> type[Any] | None:
         PlugInError: Its library is missing, it cannot be imported, or two distributions
             have that name.
     """
-    found = {p.value: p for p in metadata.entry_points(group=group, name=name)}
+    found = {point.value: point for point in offered(group) if point.name == name}
     if not found:
         return None
     if len(found) > 1:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import runpy
 import shutil
+import subprocess
+import sys
 import sysconfig
 from importlib import metadata
 from pathlib import Path
@@ -190,6 +192,53 @@ def test_declared_entry_points_are_the_installed_ones() -> None:
         expected |= {(group, name) for name in points}
     installed = {(point.group, point.name) for point in DISTRIBUTION.entry_points}
     assert installed == expected, "run `make test`: the install is out of date"
+
+
+# As in an image to which only the packages were copied, or in a frozen program.
+WITHOUT_METADATA = """
+import asyncio
+from importlib import metadata
+
+finder = metadata.MetadataPathFinder
+every = finder.find_distributions
+
+def without_kvwire(*arguments, **named):
+    return (d for d in every(*arguments, **named) if "kvwire" not in d.metadata["Name"])
+
+finder.find_distributions = without_kvwire
+
+import kvwire
+from kvwire.extras import offered
+
+async def main():
+    async with kvwire.open() as here, kvwire.open() as there:
+        connection = await there.connect(await here.listen("127.0.0.1:0"))
+        accepted = await here.accept()
+        await connection.send(1, b"hello")
+        print(bytes(await accepted.recv(1)).decode())
+
+asyncio.run(main())
+for group in ("kvwire.backends", "kvwire.directories"):
+    for point in offered(group):
+        print(group, point.name, point.value)
+"""
+
+
+def test_copied_packages_without_metadata_offer_the_same() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_METADATA],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    hello, *offered = done.stdout.splitlines() or [done.stderr]
+    assert hello == "hello"
+    declared = project()["project"]["entry-points"]
+    assert {line for line in offered if "kvwire" in line.split()[2]} == {
+        f"{group} {name} {value}"
+        for group in ("kvwire.backends", "kvwire.directories")
+        for name, value in declared[group].items()
+    }
 
 
 def test_a_released_readme_leads_to_its_repository(

@@ -1,6 +1,7 @@
-"""Finds backends, by the entry-point group ``kvwire.backends`` and nothing else.
+"""Finds backends, by the entry-point group ``kvwire.backends``.
 
-In-tree backends use it too, so third-party backends have no disadvantage. If two
+In-tree backends use it too, so third-party backends have no disadvantage; kvwire's own
+are known without its metadata as well. If two
 distributions offer the same name, that is an error that names both; otherwise the first
 on the path would win silently.
 """
@@ -15,6 +16,7 @@ from typing import Final
 
 from kvwire.backend.link import API_VERSION, Availability, Backend, Capabilities
 from kvwire.errors import BackendUnavailable, nearest
+from kvwire.extras import offered
 from kvwire.limits import BACKENDS_MAX
 
 GROUP = "kvwire.backends"
@@ -96,7 +98,7 @@ def _entry_points() -> dict[str, list[metadata.EntryPoint]]:
         raise BackendUnavailable(
             f"installed packages cannot be read: {reason}"
         ) from exc
-    if not found:
+    if not any(point.dist for points in found.values() for point in points):
         # Without a free descriptor a folder appears empty, which must not be cached.
         _installed.cache_clear()
         metadata.MetadataPathFinder().invalidate_caches()
@@ -110,7 +112,7 @@ def _installed(_path: tuple[str, ...]) -> dict[str, list[metadata.EntryPoint]]:
     A running process does not see a backend that is installed later.
     """
     found: dict[str, dict[str, metadata.EntryPoint]] = defaultdict(dict)
-    for point in metadata.entry_points(group=GROUP):
+    for point in offered(GROUP):
         found[point.name][f"{_owner(point)}: {point.value}"] = point
     return {name: list(points.values()) for name, points in found.items()}
 

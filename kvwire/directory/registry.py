@@ -1,17 +1,16 @@
 """Finds the kinds of directories in the entry-point group ``kvwire.directories``.
 
 A kind's name is the scheme of its URLs. kvwire's own kinds are found in the same way as
-those of other distributions.
+those of other distributions, and also without its metadata.
 """
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Final
 
 from kvwire.directory.base import Directory
 from kvwire.errors import BackendUnavailable, UsageError
-from kvwire.extras import PlugInError, plug_in
+from kvwire.extras import PlugInError, offered, plug_in
 
 GROUP: Final = "kvwire.directories"
 
@@ -33,7 +32,7 @@ def open_directory(url: str) -> Directory:
     except PlugInError as exc:
         raise BackendUnavailable(f"directory {scheme!r}{exc}") from exc
     if cls is None:
-        kinds = ", ".join(sorted(set(metadata.entry_points(group=GROUP).names)))
+        kinds = ", ".join(sorted({point.name for point in offered(GROUP)}))
         raise UsageError(f"unknown kind of directory {scheme!r}; choose one of {kinds}")
     directory: Directory = cls(url)
     return directory
