@@ -310,6 +310,18 @@ _CREDENTIALS: Final = re.compile(
 )
 
 
+def not_looked_up(host: str, timeout_s: float) -> str:
+    """Return why a name has no address yet: its peer was not even asked.
+
+    A loop looks names up in the threads of its default executor.
+    """
+    return (
+        f"the name {host!r} was not looked up within {timeout_s:g} s: the resolver "
+        "does not answer, or other work keeps all threads of the loop's default "
+        "executor busy"
+    )
+
+
 def without_password(url: str) -> str:
     """Return a URL without its credentials, for errors, logs and reports."""
     return _CREDENTIALS.sub(r"\g<start>...\g<end>", url)

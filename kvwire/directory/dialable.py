@@ -13,7 +13,7 @@ import logging
 import re
 import socket
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, not_looked_up
 from kvwire.types import Address
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
@@ -77,7 +77,7 @@ async def warn_of_unknown_name(address: Address) -> None:
         logger.warning(
             "the announced address is %s, but this host cannot resolve that name: %s",
             address,
-            exc.strerror or "its resolver does not answer",
+            exc.strerror or not_looked_up(address.host, _LOOK_UP_S),
         )
 
 

@@ -15,11 +15,13 @@ from typing import ClassVar, Final
 
 from kvwire.directory.base import Batch, Directory
 from kvwire.directory.record import Record
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, not_looked_up
 from kvwire.types import Address
 
 # How often the resolver is asked.
 DNS_INTERVAL_S: Final = 5.0
+# A resolver's own limit is often 5 s for each server that it asks.
+_LOOK_UP_S: Final = 10.0
 
 # The errors for a name that does not exist or has no address: there are no members.
 _NOBODY: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
@@ -60,9 +62,13 @@ class DnsDirectory(Directory):
         loop = asyncio.get_running_loop()
         while True:
             try:
-                found = await loop.getaddrinfo(
-                    self._host, self._port, type=socket.SOCK_STREAM
-                )
+                async with asyncio.timeout(_LOOK_UP_S):
+                    found = await loop.getaddrinfo(
+                        self._host, self._port, type=socket.SOCK_STREAM
+                    )
+            except TimeoutError:
+                late = not_looked_up(self._host, _LOOK_UP_S)
+                raise TimeoutError(late) from None
             except socket.gaierror as exc:
                 if exc.errno not in _NOBODY:
                     raise

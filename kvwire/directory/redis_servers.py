@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 
 from kvwire.aio import end_task, run_to_completion, start_task
 from kvwire.config import local_path
-from kvwire.errors import UsageError, printable
+from kvwire.errors import UsageError, not_looked_up, printable
 from kvwire.extras import needed_by
 from kvwire.limits import DIAL_DELAY_S
 
@@ -322,10 +322,13 @@ class RedisServers:
         faults: dict[str, BaseException] = {}
 
         async def resolve(url: dict[str, Any]) -> list[tuple[Any, ...]]:
-            async with asyncio.timeout(self._timeout_s):
-                host = url["host"]
-                port = url.get("port", 6379)
-                return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            host = url["host"]
+            port = url.get("port", 6379)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            except TimeoutError:
+                raise TimeoutError(not_looked_up(host, self._timeout_s)) from None
 
         hosts = list(self._hosts)
         hosts += [node for node in self._nodes if node not in hosts]

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvwire.backend import Backend, Link, Listener
 from kvwire.backend.selection import crosses_hosts
-from kvwire.errors import ConnectError
+from kvwire.errors import ConnectError, not_looked_up
 from kvwire.limits import DIAL_DELAY_S
 from kvwire.security.keys import resolve
 from kvwire.types import Address, TrustMode
@@ -105,6 +105,8 @@ class Dialling:
     def late(self, timeout_s: float) -> ConnectError:
         """Return the error for a name whose addresses did not answer in time."""
         reasons = self._each(f"no answer within {timeout_s:g} s")
+        if not self._addresses:
+            reasons = not_looked_up(self._name.host, timeout_s)
         return self._error(reasons, errno.ETIMEDOUT)
 
     def _refused(self) -> ConnectError:

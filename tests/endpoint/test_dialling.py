@@ -6,7 +6,9 @@ import asyncio
 import errno
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from kvwire.types import TrustMode
 from tests.support import inside
 from tests.support.caches import Memory
 from tests.support.pairs import communicators, until
+from tests.support.waiting import PATIENCE_S
 
 LOCAL, LOCAL_6, SILENT = "127.0.0.1", "::1", "127.0.0.2"
 NAME = "decode.test"
@@ -114,6 +117,29 @@ async def test_what_became_of_each_address_is_said(
         assert f"tcp://{LOCAL}:{silent}: Connection refused" in text
         assert caught.value.errno == errno.ETIMEDOUT
         assert caught.value.address == f"tcp://{NAME}:{silent}"
+
+
+# uvloop looks names up by threads of its own.
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_a_name_that_was_not_looked_up_is_not_a_peer_that_is_silent() -> None:
+    """The threads of the loop's default executor have other work."""
+    over = threading.Event()
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1) as busy:
+        loop.set_default_executor(busy)
+        work = loop.run_in_executor(None, over.wait, PATIENCE_S)
+        try:
+            async with kvwire.open(handshake_timeout_s=0.2) as near:
+                with pytest.raises(ConnectError) as caught:
+                    await near.connect("localhost:7400")
+        finally:
+            over.set()
+            await work
+    assert str(caught.value) == (
+        "cannot connect to tcp://localhost:7400: the name 'localhost' was not looked "
+        "up within 0.2 s: the resolver does not answer, or other work keeps all "
+        "threads of the loop's default executor busy"
+    )
 
 
 async def test_a_name_of_which_every_address_refuses(resolver: Resolver) -> None:
