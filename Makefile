@@ -144,7 +144,7 @@ demo: $(DEMO_STAMP)
 	@$(DEMO_VENV)/bin/python examples/demo $(ARGS)
 
 # The tests that need torch and transformers.
-TORCH_TESTS := tests/integrations/test_transformers.py \
+TORCH_TESTS := packages/engines/tests/test_transformers.py \
   packages/vllm/tests/test_connector.py tests/examples/demo \
   tests/kv/test_paged.py tests/kv/test_tensors.py \
   tests/memory/test_buffers.py tests/gpu/test_all.py
@@ -164,7 +164,7 @@ test-mooncake: $(STAMP)-mooncake
 # Tensors of actors, a directory and an application of Serve on a local Ray: 500 MB with
 # torch. Ray has no build for every Python.
 test-ray: $(RAY_VENV)/.installed
-	$(RAY_VENV)/bin/python -m pytest -m '' tests/integrations/ray \
+	$(RAY_VENV)/bin/python -m pytest -m '' packages/engines/tests/ray \
 	  tests/directory/test_ray.py $(ARGS)
 
 # Object tiers over the S3 protocol, with moto's server in an environment of its own, 140 MB.
@@ -202,7 +202,7 @@ failover: $(VLLM_STAMP)
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps lmcache==0.5.6
-	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_lmcache.py $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest packages/engines/tests/test_lmcache.py $(ARGS)
 
 # What `kvwire certify` comes with, once each: with vLLM the others of its environment, and
 # ucxx in one of its own, since it needs an older UCX.
@@ -214,7 +214,7 @@ test-targets: $(VLLM_STAMP) $(UCXX_VENV)/.installed
 # The backend of SGLang, likewise: its interface and factory, 39 MB, and none of its engine.
 test-sglang: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps sglang==0.5.23 orjson pybase64
-	$(VLLM_VENV)/bin/python -m pytest tests/integrations/test_sglang.py $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest packages/engines/tests/test_sglang.py $(ARGS)
 
 clean:
 	rm -rf mutants $(VENV) $(DEMO_VENV) $(TORCH_VENV) $(RAY_VENV) $(S3_VENV) $(UCXX_VENV) .venv-vllm* dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis
@@ -244,10 +244,10 @@ $(UCXX_VENV)/.installed: pyproject.toml
 	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test ucxx-cu12==0.52.0
 
 $(RAY_VENV)/.installed: pyproject.toml
-	@$(INSTALL) $@ -e '.[ray]' $(INSTALLED_PACKAGES) --group test 'ray[serve]' tensordict $(TORCH)
+	@$(INSTALL) $@ -e '.[ray]' $(INSTALLED_PACKAGES) -e 'packages/engines[ray]' --group test 'ray[serve]' tensordict $(TORCH)
 
 $(TORCH_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e '.[demo]' $(INSTALLED_PACKAGES) --group test $(TORCH)
+	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) -e 'packages/engines[transformers]' --group test $(TORCH)
 
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml

@@ -101,7 +101,7 @@ class Llama:
         import torch  # noqa: PLC0415
         from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
-        from kvwire.integrations.transformers import (  # noqa: PLC0415
+        from kvwire_engines.transformers import (  # noqa: PLC0415
             TensorPool,
             kv_spec,
         )
@@ -129,7 +129,7 @@ class Llama:
         """See Model."""
         import torch  # noqa: PLC0415
 
-        from kvwire.integrations.transformers import PagedSequence  # noqa: PLC0415
+        from kvwire_engines.transformers import PagedSequence  # noqa: PLC0415
 
         sequence = PagedSequence(self._pool, blocks, length=start)
         with torch.inference_mode():

@@ -1,6 +1,6 @@
 """Prefill and decode as deployments of Ray Serve, which scale independently.
 
-    pip install '.[ray]' 'ray[serve]'     # in a clone of kvwire
+    pip install . './packages/engines[ray]' 'ray[serve]'  # in a clone of kvwire
     python examples/ray_serve.py          # a load that comes and goes
     python examples/ray_serve.py --kill   # and replicas of prefill are killed
 
@@ -33,8 +33,8 @@ from starlette.requests import Request
 import kvwire
 from demo.book import Tokenizer, passages
 from demo.llama import BLOCK_TOKENS, CONTEXT, Llama, load
-from kvwire.integrations.ray import listen_address
 from kvwire.kv.marks import LayerMarks
+from kvwire_engines.ray import listen_address
 
 # The requests that a replica works on at a time. Each may fill the model's context; a
 # request whose client has disconnected holds its blocks a little longer.

@@ -14,13 +14,17 @@ the small ones below them), and these.
 ``common_version``        chooses a version of a protocol; ``version_mismatch`` refuses
 ``key_id``                names a pre-shared key without revealing it
 ``DECODE_ERRORS``         the errors of bytes that are not a message
+``copy_engine``           the queue on which a communicator copies to and from a device
 ========================  ============================================================
 """
 
+from kvwire.endpoint.communicator import Communicator, services_of
 from kvwire.endpoint.remote_window import memory_here
 from kvwire.endpoint.request import succeeded, when_released
 from kvwire.endpoint.snapshot import CallSnapshot, Part, PartSnapshot, show_part
+from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.runtime.trace_ring import RINGS
+from kvwire.types import Device
 from kvwire.wire.control import DECODE_ERRORS
 from kvwire.wire.handshake_messages import (
     VersionRange,
@@ -37,6 +41,7 @@ __all__ = [
     "PartSnapshot",
     "VersionRange",
     "common_version",
+    "copy_engine",
     "key_id",
     "memory_here",
     "show_part",
@@ -44,3 +49,8 @@ __all__ = [
     "version_mismatch",
     "when_released",
 ]
+
+
+def copy_engine(communicator: Communicator, device: Device) -> CopyEngine:
+    """Return the queue on which a communicator copies; the first caller makes it."""
+    return services_of(communicator).devices.copy_engine(device)

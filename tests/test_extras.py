@@ -144,7 +144,6 @@ def test_a_module_that_is_not_there() -> None:
 
 
 INTEGRATIONS = (
-    "torch kvwire.integrations.transformers",
     "prometheus_client kvwire.observe.prometheus",
     "redis kvwire.directory.redis",
     "nats kvwire.directory.nats",

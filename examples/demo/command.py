@@ -30,7 +30,6 @@ from demo.plot import Plot, draw, save
 from demo.run import run
 from demo.show import print_report, summary
 from kvwire import UsageError
-from kvwire.extras import install_command
 
 _UP = {
     "prefill": "prefill has loaded the model and listens on {address}",
@@ -81,7 +80,8 @@ def command(
         )
     if torch and not (find_spec("torch") and find_spec("transformers")):
         raise UsageError(
-            f"--torch needs torch and transformers: {install_command('demo')}"
+            "--torch needs torch and transformers: pip install . "
+            "'./packages/engines[transformers]', in the clone"
         )
     library = "torch" if torch else "numpy"
     screen = Console(stderr=json)

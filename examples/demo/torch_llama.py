@@ -18,7 +18,7 @@ from demo.llama import (
     Llama,
     OnWritten,
 )
-from kvwire.integrations.transformers import PagedSequence, TensorPool, kv_spec
+from kvwire_engines.transformers import PagedSequence, TensorPool, kv_spec
 
 
 class TorchLlama(Llama):

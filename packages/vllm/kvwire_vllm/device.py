@@ -16,9 +16,9 @@ so any kernel that is queued later may use them.
 from __future__ import annotations
 
 from kvwire import Engine
-from kvwire.endpoint.communicator import services_of
 from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.memory.device.registry import device_ops
+from kvwire.spi import copy_engine
 from kvwire.types import Device
 
 
@@ -31,11 +31,11 @@ class CacheDevice:
         self._copy_engine: CopyEngine | None = None
         if device is not None:
 
-            async def copy_engine() -> CopyEngine:
-                return services_of(engine.communicator).devices.copy_engine(device)
+            async def made() -> CopyEngine:
+                return copy_engine(engine.communicator, device)
 
             # Called before vLLM captures graphs, during which no thread may allocate.
-            self._copy_engine = engine.run(copy_engine())
+            self._copy_engine = engine.run(made())
 
     def __str__(self) -> str:
         return "host memory" if self._device is None else str(self._device)

@@ -30,7 +30,7 @@ from msgspec import Meta
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Array
-from kvwire.wire.control import DECODE_ERRORS
+from kvwire.spi import DECODE_ERRORS
 
 WINDOW: Final = "kvwire-vllm"
 """The name of each worker's window."""

@@ -10,8 +10,8 @@ from typing import Final, TypeVar
 import msgspec
 from aiohttp import web
 
+from kvwire.spi import DECODE_ERRORS
 from kvwire.types import in_bytes
-from kvwire.wire.control import DECODE_ERRORS
 from kvwire_vllm.proxy.client import parser_text
 from kvwire_vllm.proxy.limits import (
     PROXY_BODY_BYTES_PER_S,

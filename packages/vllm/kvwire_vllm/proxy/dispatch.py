@@ -35,7 +35,7 @@ from typing import Any, Final
 import msgspec
 
 from kvwire.aio import end_task, start_task
-from kvwire.wire.control import DECODE_ERRORS
+from kvwire.spi import DECODE_ERRORS
 from kvwire_vllm.announce import DECODE, PREFILL
 from kvwire_vllm.metadata import answer as kv_params
 from kvwire_vllm.proxy.admission import RetryBudget

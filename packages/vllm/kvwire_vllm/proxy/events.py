@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvwire.wire.control import DECODE_ERRORS
+from kvwire.spi import DECODE_ERRORS
 from kvwire_vllm.proxy.client import EngineFailed
 from kvwire_vllm.proxy.limits import PROXY_EVENT_BYTES_MAX
 

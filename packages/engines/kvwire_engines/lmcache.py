@@ -2,7 +2,7 @@
 
 LMCache loads it by the path of this module::
 
-    {"type": "plugin", "module_path": "kvwire.integrations.lmcache",
+    {"type": "plugin", "module_path": "kvwire_engines.lmcache",
      "class_name": "KvwireL2Adapter",
      "adapter_params": {"tiers": ["memory:1GiB", "kvwire://10.0.0.5:7500"]}}
 

@@ -59,7 +59,7 @@ def adapter(folder: Path, **more: str) -> Any:
     return _create_plugin_adapter(
         PluginL2AdapterConfig.from_dict(
             {
-                "module_path": "kvwire.integrations.lmcache",
+                "module_path": "kvwire_engines.lmcache",
                 "class_name": "KvwireL2Adapter",
                 "adapter_params": {"tiers": tiers, **more},
             }

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 import kvwire
 from kvwire.extras import needed_by
-from kvwire.integrations.ray.address import listen_address
-from kvwire.integrations.ray.exchange import Bytes, TensorExchange
+from kvwire_engines.ray.address import listen_address
+from kvwire_engines.ray.exchange import Bytes, TensorExchange
 
-with needed_by("kvwire.integrations.ray", extra="ray"):
+with needed_by("kvwire_engines.ray", extra="ray", distribution="kvwire-engines"):
     import ray
     import torch
     from ray.exceptions import RayDirectTransportError

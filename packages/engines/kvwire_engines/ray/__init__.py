@@ -2,7 +2,7 @@
 
 ::
 
-    from kvwire.integrations.ray import register
+    from kvwire_engines.ray import register
 
     register()          # before a class names the transport
 
@@ -19,7 +19,7 @@ Ray pickles its own messages; kvwire pickles nothing. See docs/howto/engines.md.
 
 from __future__ import annotations
 
-from kvwire.integrations.ray.address import listen_address
+from kvwire_engines.ray.address import listen_address
 
 
 def register() -> None:
@@ -27,7 +27,7 @@ def register() -> None:
 
     Repeated calls are harmless.
     """
-    from kvwire.integrations.ray.transport import register  # noqa: PLC0415 - needs Ray
+    from kvwire_engines.ray.transport import register  # noqa: PLC0415 - needs Ray
 
     register()
 

@@ -3,7 +3,7 @@
 SGLang loads it by the path of this module: ``--hicache-storage-backend dynamic``, with
 this as ``--hicache-storage-backend-extra-config``::
 
-    {"backend_name": "kvwire", "module_path": "kvwire.integrations.sglang",
+    {"backend_name": "kvwire", "module_path": "kvwire_engines.sglang",
      "class_name": "KvwireHiCacheStorage", "interface_v1": 1,
      "tiers": ["memory:1GiB", "kvwire://10.0.0.5:7500"]}
 

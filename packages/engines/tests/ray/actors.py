@@ -11,7 +11,7 @@ import torch
 from ray.exceptions import GetTimeoutError
 from ray.experimental.rdt.util import get_tensor_transport_manager
 
-from kvwire.integrations.ray import register
+from kvwire_engines.ray import register
 
 register()  # before a method is said to use it
 register()  # again

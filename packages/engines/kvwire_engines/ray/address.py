@@ -18,6 +18,6 @@ def listen_address() -> str:
         return listen
     if Config.load().trust == "loopback":
         return "127.0.0.1:0"
-    with needed_by("kvwire.integrations.ray", extra="ray"):
+    with needed_by("kvwire_engines.ray", extra="ray", distribution="kvwire-engines"):
         import ray  # noqa: PLC0415
     return f"{ray.util.get_node_ip_address()}:0"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.integrations.ray.exchange import (
+from kvwire_engines.ray.exchange import (
     FetchAborted,
     NoSuchOffer,
     TensorExchange,

@@ -45,7 +45,7 @@ def test_tensors_go_from_actor_to_actor() -> None:
         pytest.importorskip(name, reason=f"{name} is not installed; `make test-ray`")
     done = python(
         "-m",
-        "tests.integrations.ray.cases",
+        "packages.engines.tests.ray.cases",
         cwd=ROOT,
         env=os.environ | {"RAY_AUTH_MODE": "disabled"},
         timeout=880,

@@ -84,7 +84,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def one(pool: HostPool, **changes: Any) -> Any:
         extra = {
             "backend_name": "kvwire",
-            "module_path": "kvwire.integrations.sglang",
+            "module_path": "kvwire_engines.sglang",
             "class_name": "KvwireHiCacheStorage",
             "tiers": ["memory:1MiB", f"disk:{tmp_path}/kv?size=4MiB"],
             "fingerprint": "w",

@@ -23,15 +23,15 @@ from kvwire import (  # noqa: E402 - after the skip
     plan_prefill,
 )
 from kvwire.errors import BackendUnavailable, UsageError  # noqa: E402
-from kvwire.integrations.transformers import (  # noqa: E402
-    PagedSequence,
-    TensorPool,
-    kv_spec,
-)
-from kvwire.integrations.transformers.sequence import check_version  # noqa: E402
 from kvwire.kv.blocks import MissingBlocks  # noqa: E402
 from kvwire.kv.hashing import HashScheme  # noqa: E402
 from kvwire.kv.outcome import nothing_landed  # noqa: E402
+from kvwire_engines.transformers import (  # noqa: E402
+    PagedSequence,
+    TensorPool,
+    check_version,
+    kv_spec,
+)
 
 BLOCK_TOKENS = 16
 

@@ -22,7 +22,7 @@ from ray._common.test_utils import wait_for_condition
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from tensordict import TensorDict
 
-from tests.integrations.ray.actors import (
+from packages.engines.tests.ray.actors import (
     NAME,
     AsyncWorker,
     actor,

@@ -1,4 +1,22 @@
-"""Torch tensors in blocks, and a ``transformers`` cache of one sequence in them.
+"""Hugging Face transformers on a paged KV cache that kvwire can move.
+
+A prefill that streams::
+
+    out = comm.publish(request, pool.cache, blocks, tokens=n)
+    marks = LayerMarks(out, n, pool.spec.block_tokens)    # kvwire.kv.marks
+    sequence = PagedSequence(pool, blocks, on_written=marks)
+    model(input_ids, cache=sequence)     # in a thread; layers flow meanwhile
+    out.finish()
+
+and a decode that continues from it::
+
+    outcome = await conn.pull(request, pool.cache, blocks, tokens=n)
+    sequence = PagedSequence(pool, blocks, length=outcome.usable_tokens)
+    model(rest_of_input_ids, cache=sequence)
+
+Supported: decoder-only models whose layers all have full attention (Llama, Qwen,
+Mistral without a window), transformers 5.24 or newer, one sequence per call, host
+memory.
 
 ``transformers`` calls ``update`` once per layer, within that layer's attention. It
 passes the new keys and values, and expects all keys and values back. Here the new ones
@@ -17,7 +35,9 @@ from kvwire.extras import install_command, needed_by
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec, dtype_name
 
-with needed_by("kvwire.integrations.transformers", extra="demo"):
+with needed_by(
+    "kvwire_engines.transformers", extra="transformers", distribution="kvwire-engines"
+):
     import torch
     from transformers import PretrainedConfig, __version__
     from transformers.cache_utils import Cache, CacheLayerMixin
@@ -35,9 +55,10 @@ def check_version(version: str) -> None:
         BackendUnavailable: It is such a version.
     """
     if tuple(map(int, version.split(".")[:2])) < _TRANSFORMERS_MIN:
+        command = install_command("transformers", distribution="kvwire-engines")
         raise BackendUnavailable(
             f"transformers {version} ignores the argument `cache`, so a model would "
-            f"compute without it: {install_command('demo')}"
+            f"compute without it: {command}"
         )
 
 
