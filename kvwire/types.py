@@ -167,11 +167,16 @@ class Address:
     """The address of a listener: a scheme, and a host and port or a path.
 
     ``str(address)`` and :meth:`parse` are inverses.
+
+    Attributes:
+        name: The host name of which ``host`` is one address, if a user dialled that;
+            two addresses do not differ by it.
     """
 
     scheme: str
     host: str
     port: int = 0
+    name: str = field(default="", compare=False, repr=False)
 
     def __str__(self) -> str:
         if not self.port and (self.scheme == "inproc" or self.host.startswith("/")):

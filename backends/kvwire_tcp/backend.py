@@ -8,6 +8,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from kvwire.backend import (
@@ -109,7 +110,7 @@ class TcpBackend(Backend):
         Cancel safety: safe, a half-made connection is closed.
         """
         sock, remote = await _connected(address)
-        wire = self._wire(sock, Role.CLIENT)
+        wire = self._wire(sock, Role.CLIENT, address.name)
         return TcpLink(wire, remote, asyncio.get_running_loop())
 
     def open_lane(self, context: LaneContext) -> Lane:
@@ -128,16 +129,16 @@ class TcpBackend(Backend):
         sock, remote = await _connected(address)
         with contextlib.ExitStack() as undo:
             undo.enter_context(sock)
-            wire = self._wire(sock, Role.CLIENT)
+            wire = self._wire(sock, Role.CLIENT, address.name)
             await hands_shaken(wire, asyncio.get_running_loop())
             undo.pop_all()
         return wire, remote
 
-    def _wire(self, sock: socket.socket, role: Role) -> Wire:
+    def _wire(self, sock: socket.socket, role: Role, name: str = "") -> Wire:
         if self._files is None:
             return PlainWire(sock)
         assert self._buffers is not None
-        return TlsWire(sock, self._files.current(), role, self._buffers)
+        return TlsWire(sock, self._files.current(), role, self._buffers, name)
 
 
 async def _connected(address: Address) -> tuple[socket.socket, Address]:
@@ -158,7 +159,7 @@ async def _connected(address: Address) -> tuple[socket.socket, Address]:
             code = errno.ECONNREFUSED
             raise ConnectionRefusedError(code, os.strerror(code))
         undo.pop_all()
-    return sock, address_from(remote)
+    return sock, replace(address_from(remote), name=address.name)
 
 
 async def _connect(sock: socket.socket, sockaddr: Any) -> None:

@@ -86,6 +86,7 @@ class TlsWire:
         credentials: TlsCredentials,
         role: Role,
         buffers: Buffers,
+        name: str = "",
     ) -> None:
         self.sock = sock
         self.opened = False
@@ -94,7 +95,7 @@ class TlsWire:
         self._buffers = buffers
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        self._tls = credentials.wrap(role, self._incoming, self._outgoing)
+        self._tls = credentials.wrap(role, self._incoming, self._outgoing, name)
         self._peer_identity: PeerIdentity | None = None
         self._refused: AuthenticationFailed | None = None
         # Encrypted bytes that the kernel has not accepted yet.

@@ -111,9 +111,17 @@ class TlsCredentials(Protocol):
     """This side's certificate and accepted peers, for a backend with ``tls``."""
 
     def wrap(
-        self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
+        self,
+        role: Role,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        name: str = "",
     ) -> ssl.SSLObject:
-        """Make one end of a TLS connection, before its handshake."""
+        """Make one end of a TLS connection, before its handshake.
+
+        A client tells ``name``, the ``name`` of the address that it dials, so that
+        routers between the two ends can go by it.
+        """
 
     def proven(self, tls: ssl.SSLObject, role: Role) -> PeerIdentity:
         """Return the peer's identity, once the handshake is over.

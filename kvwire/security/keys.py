@@ -141,7 +141,8 @@ async def resolve(address: Address, trust: TrustMode) -> list[Address]:
             'trust is "loopback": use 127.0.0.1, or set trust="psk" and a psk_file '
             '(`kvwire keygen FILE`), or trust="mtls", on both sides'
         )
-    return [Address(address.scheme, text, address.port) for text in numeric]
+    name = "" if address.host in numeric else address.host
+    return [Address(address.scheme, text, address.port, name) for text in numeric]
 
 
 async def _numeric(address: Address) -> list[str]:

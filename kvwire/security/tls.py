@@ -97,11 +97,22 @@ class Credentials:
         return self.own.issuer in (None, *self._anchors)
 
     def wrap(
-        self, role: Role, incoming: ssl.MemoryBIO, outgoing: ssl.MemoryBIO
+        self,
+        role: Role,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+        name: str = "",
     ) -> ssl.SSLObject:
-        """Make one end of a TLS connection, before its handshake."""
+        """Make one end of a TLS connection, before its handshake.
+
+        The first message of a client has the dialled ``name`` in clear (RFC 6066, 3):
+        routers that pass TLS through go by it. It decides nothing here.
+        """
         return self.contexts[role].wrap_bio(
-            incoming, outgoing, server_side=role is Role.SERVER
+            incoming,
+            outgoing,
+            server_side=role is Role.SERVER,
+            server_hostname=name.rstrip(".") or None,
         )
 
     def proven(self, tls: ssl.SSLObject | ssl.SSLSocket, role: Role) -> PeerIdentity:

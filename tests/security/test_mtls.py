@@ -73,6 +73,33 @@ def reasons(connection: kvwire.Connection) -> dict[str, str]:
 # --- it works -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+async def test_the_first_message_has_the_name_that_was_dialled(
+    authority: Authority, host: str
+) -> None:
+    """A router that passes TLS through has nothing else to go by; lanes have it too."""
+    firsts: list[bytes] = []
+
+    async def route(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        firsts.append(await reader.read(4096))
+        writer.close()
+
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with (
+        communicators(near, far, prefer=("tcp",)) as (a, b),
+        await asyncio.start_server(route, "127.0.0.1", 0) as router,
+    ):
+        port = router.sockets[0].getsockname()[1]
+        with pytest.raises(kvwire.ConnectionLost):
+            await a.connect(f"{host}:{port}")
+        assert (host.encode() in firsts[0]) is (host == "localhost")
+        where = await b.listen("127.0.0.1:0")
+        connection = await a.connect(f"{host}:{where.port}")
+        peer = connection.peer.address
+        assert peer is not None
+        assert (peer, peer.name) == (where, host if host == "localhost" else "")
+
+
 async def test_each_side_knows_who_the_other_is(pair: Pair) -> None:
     assert (pair.left.peer.identity, pair.right.peer.identity) == (FAR, NEAR)
     for connection in (pair.left, pair.right):
