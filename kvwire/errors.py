@@ -45,17 +45,21 @@ code, and :func:`error_from_code` converts a code back into an error.
 
 from __future__ import annotations
 
+import copy
 import enum
 import errno
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 from urllib.parse import quote
 
 from kvwire.limits import NAME_CHARS_MAX, REASON_CHARS_MAX
 
 # websockets truncates a peer's text in logs to 75 characters.
 LOG_CHARS_MAX: Final = 75
+
+
+_Error = TypeVar("_Error", bound=Exception)
 
 
 class WireCode(enum.IntEnum):
@@ -277,6 +281,20 @@ class MessageTooLarge(RequestError):
 
 class PeerError(RequestError):
     """The peer reported a failure for which this version has no class."""
+
+
+def again(error: _Error) -> _Error:
+    """Return a copy of a stored error, to be raised.
+
+    A raised error refers to the frames that it has passed, and so to the memory that
+    their variables name. If an object raised the error that it keeps, it would keep all
+    of this; and if one of the frames names the object, only the garbage collector would
+    free any of it.
+    """
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied.with_traceback(error.__traceback__)
 
 
 def _below(parent: type[KVWireError]) -> Iterator[type[KVWireError]]:

@@ -11,7 +11,13 @@ from multiprocessing import resource_tracker
 
 import pytest
 
-from kvwire.errors import HandshakeError, KVWireError, ProtocolError, _AtAddress
+from kvwire.errors import (
+    HandshakeError,
+    KVWireError,
+    ProtocolError,
+    _AtAddress,
+    again,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,6 +68,21 @@ def test_a_copy_has_all_fields(
     found = how(error)
     assert found is not error
     assert _fields(found) == _fields(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_that_is_raised_again_is_another_one(
+    kind: type[KVWireError],
+) -> None:
+    """The kept one refers to nobody's frames."""
+    kept = _made(kind)
+    kept.__cause__ = ValueError("why")
+    with pytest.raises(kind) as raised:
+        raise again(kept)
+    assert raised.value is not kept
+    assert kept.__traceback__ is None
+    assert raised.value.__cause__ is kept.__cause__
+    assert (str(raised.value), vars(raised.value)) == (str(kept), vars(kept))
 
 
 def test_a_pool_of_processes_raises_what_its_worker_raised() -> None:

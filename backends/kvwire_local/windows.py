@@ -45,6 +45,7 @@ from kvwire.errors import (
     ConnectionLost,
     KVWireError,
     ProtocolError,
+    again,
     printable,
     sayable,
 )
@@ -341,7 +342,7 @@ class LocalWindowReader(WindowReader):
     async def ready(self) -> None:
         await self._settled.wait()
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
     def read(self, batch: BlockRead) -> Bits | asyncio.Future[Bits]:
         # A read on another thread needs them until it has ended.

@@ -293,7 +293,11 @@ class UcxRequests:
             if request.handle:
                 self._ucp.request_free(request.handle)
             request.keeps = None
-            request.on_done(status, nbytes)
+            # It may refer to the request, and then only the garbage collector would
+            # free what else it refers to.
+            on_done = request.on_done
+            request.on_done = _ended_twice
+            on_done(status, nbytes)
 
     def abandon(self) -> None:
         """End every operation, because the worker was destroyed."""
@@ -315,6 +319,10 @@ class UcxRequests:
         # UCX leaves the length undefined if a receive has failed.
         nbytes = info[0].length if status == OK else 0  # type: ignore[index]
         self.over.append((number, status, nbytes))
+
+
+def _ended_twice(status: int, nbytes: int) -> None:
+    raise AssertionError(f"an operation ended twice: status {status}")
 
 
 def _start(array: Array) -> int:

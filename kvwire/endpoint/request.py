@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvwire.aio import LoopThread, running_loop
 from kvwire.backend import Payload
-from kvwire.errors import KVWireError
+from kvwire.errors import KVWireError, again
 from kvwire.memory.device.ops import Event
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
@@ -104,7 +104,7 @@ class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
         if not self._over:
             raise asyncio.InvalidStateError("the request is not done")
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
         return self._value  # type: ignore[return-value]
 
     def cancel(self) -> None:
@@ -158,14 +158,14 @@ class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
                     raise
         if self._error is not None:
             yield  # one turn of the loop: see kvwire.aio
-            raise self._error
+            raise again(self._error)
         return self._value  # type: ignore[return-value]
 
     # --- what asyncio expects of a coroutine object -----------------------------------
 
     def send(self, value: Any) -> Any:
         """Advance the current task's wait by one step, as ``asyncio.Task`` does."""
-        return self._drive(lambda waiting: waiting.send(value))
+        return self._drive(value, None)
 
     def throw(
         self,
@@ -181,8 +181,11 @@ class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
         if asyncio.current_task() not in (self._waits or {}):
             # Cancelled before its first step: this task has never waited.
             self._neglect_if_alone()
-        raised = error.with_traceback(tb) if tb else error
-        return self._drive(lambda waiting: waiting.throw(raised))
+        try:
+            return self._drive(None, error.with_traceback(tb) if tb else error)
+        finally:
+            # The error refers to this frame: see kvwire.errors.again.
+            del typ, val, error
 
     def close(self) -> None:
         """Stop the current task's wait; the request itself goes on."""
@@ -192,7 +195,7 @@ class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
         if waiting is not None:
             waiting.close()
 
-    def _drive(self, step: Callable[[Generator[Any, Any, T]], Any]) -> Any:
+    def _drive(self, value: Any, error: BaseException | None) -> Any:
         """Take one step of the current task's own wait for this request."""
         task = asyncio.current_task()
         if self._waits is None:
@@ -202,10 +205,14 @@ class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
         if waiting is None:
             waiting = waits[task] = self.__await__()
         try:
-            return step(waiting)
+            if error is None:
+                return waiting.send(value)
+            return waiting.throw(error)
         except BaseException:  # usually StopIteration with the result
             del waits[task]
             raise
+        finally:
+            del error  # it refers to this frame
 
     # --- for its owner ----------------------------------------------------------------
 
@@ -214,7 +221,8 @@ class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
         assert not self._over, "a request was completed twice"
         self._over = True
         self._value = result
-        self._error = error
+        # Its frames refer to this request: see kvwire.errors.again.
+        self._error = None if error is None else error.with_traceback(None)
         waiters = self._waiters
         self._waiters = ()
         for waiter in waiters:

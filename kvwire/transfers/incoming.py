@@ -26,6 +26,7 @@ from kvwire.errors import (
     RequestError,
     UsageError,
     WireCode,
+    again,
     shown,
     wrong_type,
 )
@@ -498,7 +499,7 @@ def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError
         return IntegrityError(text)
     if isinstance(error, RequestError | ConnectionClosed):
         return type(error)(text)
-    return error
+    return again(error)
 
 
 class Joined(AsyncWith):

@@ -294,6 +294,8 @@ class PeerWindows:
             if not found.cancelled() and found.done() and not found.exception():
                 found.result().close()
             raise
+        finally:
+            del waiting  # its error refers to this frame
         return opened
 
     def _memory_offered(self, event: WindowMemoryOffered) -> None:

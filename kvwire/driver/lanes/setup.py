@@ -19,7 +19,7 @@ from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneState
 from kvwire.driver.ports import PathOwner
-from kvwire.errors import BackendUnavailable, KVWireError
+from kvwire.errors import BackendUnavailable, KVWireError, again
 from kvwire.limits import BOOTSTRAP_BYTES_MAX, HANDSHAKE_TIMEOUT_S, LANE_TIMEOUT_S
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState
@@ -331,7 +331,7 @@ class LaneSetup:
     def _check_alive(self) -> None:
         """Raise the error of the connection if it has ended."""
         if self._core.error is not None:
-            raise self._core.error
+            raise again(self._core.error)
 
     def _make(self, name: str, number: int) -> LaneEndpoint:
         """Make this side's endpoint of a lane."""
