@@ -84,9 +84,11 @@ class IOThread:
         """Start the thread, once.
 
         Raises:
+            UsageError: The program has no threads of the system.
             RuntimeError: The system has no more threads.
             OSError: It has no more descriptors.
         """
+        _check_threads()
         self._begun = True
         _running.add(self)
         try:
@@ -486,6 +488,25 @@ def _name_in_kernel(name: str) -> None:
     comm = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
     with contextlib.suppress(OSError):
         comm.write_bytes(name.encode())
+
+
+def _check_threads() -> None:
+    """Refuse a program in which threads take turns on one: each would wait for all."""
+    for module, asks, name in (
+        ("gevent.monkey", "is_module_patched", "threading"),
+        ("eventlet.patcher", "is_monkey_patched", "thread"),
+    ):
+        is_patched = getattr(sys.modules.get(module), asks, None)
+        if is_patched is not None and is_patched(name):
+            library = module.partition(".")[0]
+            remedy = "monkey.patch_all(thread=False)"
+            if library == "eventlet":
+                remedy = "eventlet.monkey_patch(thread=False)"
+            raise UsageError(
+                f"{library} has replaced the threads of this program, and an Engine "
+                f"needs one of the system for its event loop: patch with {remedy}, or "
+                "have the Engine in a process of its own"
+            )
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -624,3 +625,24 @@ def test_an_engine_that_is_aborted_says_so() -> None:
             e.p.run(receive(), timeout_s=PATIENCE_S)
         assert not e.p.communicator.closed
     assert e.p.communicator.closed
+
+
+@pytest.mark.parametrize(
+    ("module", "asks"),
+    [("gevent.monkey", "is_module_patched"), ("eventlet.patcher", "is_monkey_patched")],
+)
+@pytest.mark.parametrize("replaced", [True, False])
+def test_a_program_whose_threads_are_none_is_refused_by_name(
+    module: str, asks: str, replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop of its thread would never get a turn, and the constructor never end."""
+    patcher = types.ModuleType(module)
+    setattr(patcher, asks, lambda name: replaced and name in {"threading", "thread"})
+    monkeypatch.setitem(sys.modules, module, patcher)
+    if not replaced:
+        with kvwire.Engine() as engine:
+            assert engine.listen("127.0.0.1:0").port
+        return
+    library = module.partition(".")[0]
+    with pytest.raises(kvwire.UsageError, match=rf"^{library} .*thread=False"):
+        kvwire.Engine()
