@@ -111,8 +111,8 @@ class WatchedMemory:
 
     def __init__(self, writer: int, words: Words, slots: int) -> None:
         self.writer = writer
-        self.life = 0
-        self.words = words.reshape(slots, -1)
+        self.life: int = 0
+        self.words: Words = words.reshape(slots, -1)
         self._places = np.arange(words.size, dtype=np.uint64).reshape(slots, -1)
         # One array for each content that a slot may have; no array while the slot is
         # lent.

@@ -109,9 +109,9 @@ class Stage:
         limit_s: float = LIMIT_S,
         without: Collection[str] = (),
     ) -> None:
-        self.without = tuple(without)
+        self.without: tuple[str, ...] = tuple(without)
         self.target = target
-        self.started = Started()
+        self.started: Started = Started()
         self._limit_s = limit_s
         self._left: Process | None = None
         # Its processes may be killed, and then leave their temporary files there.

@@ -134,14 +134,16 @@ class Blocks:
     """
 
     def __init__(self, rig: TierRig, count: int = _COUNT, nbytes: int = 8192) -> None:
-        self.namespace = rig.namespace(nbytes)
+        self.namespace: Namespace = rig.namespace(nbytes)
         digest = self.namespace.digest
         self.keys: Keys = as_keys(
             [digest + secrets.token_bytes(16) for _ in range(count)]
         )
         self._orders = np.arange(count, dtype=np.uint8) % len(ORDERS)
         data = content(count * nbytes, int.from_bytes(digest[:8]))
-        self.bytes = np.frombuffer(data, np.uint8).reshape(count, nbytes)
+        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(data, np.uint8).reshape(
+            count, nbytes
+        )
 
     def batch(self) -> tuple[Batch, npt.NDArray[np.uint8]]:
         """Return a batch of all blocks and their memory, for a write."""

@@ -374,7 +374,7 @@ class LaneRig(Rig[LaneSide]):
         address: Address | None = None,
     ) -> None:
         super().__init__(make, timeout_s)
-        self.address = address or _CONTROL_ADDRESS
+        self.address: Address = address or _CONTROL_ADDRESS
         self._settings = settings
         self._opened = 0
 

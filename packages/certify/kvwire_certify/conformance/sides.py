@@ -46,8 +46,6 @@ class Verdicts:
 class Token:
     """Accompanies a payload; a backend returns it without looking into it."""
 
-    __hash__ = None  # type: ignore[assignment]
-
     def __init__(self, number: int, memory: Memory | None) -> None:
         self.number = number
         self.memory = memory
@@ -57,6 +55,9 @@ class Token:
 
     def __eq__(self, other: object) -> bool:
         raise TypeError("a backend must not look into a token; compare it with `is`")
+
+    def __hash__(self) -> int:
+        raise TypeError("a backend must not look into a token; it has no hash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Side:
         self.trusting = True
         self.arrived: list[int] = []
         self.sent: list[Token] = []
-        self.writable = 0
+        self.writable: int = 0
         self.closed: list[Exception | None] = []
         self.land: Callable[[Any], Memory | None] = _memory_of
         self.on_arrival: Callable[[KitLanding], None] = _nothing

@@ -32,21 +32,25 @@ class KvwireReference(msgspec.Struct, array_like=True):
 class KvwireEnd(End):
     """A communicator, with a window over all of its memory."""
 
-    version = kvwire.__version__
+    version: str = kvwire.__version__
 
     async def open(self, memory: memoryview) -> bytes:
-        self.start = address_of(memory)
+        self.start: int = address_of(memory)
         self.offered: dict[bytes, tuple[range, kvwire.Region]] = {}
-        self.comm = await kvwire.open(backends=_BACKENDS)
-        self.window = self.comm.expose("all", memory, block_bytes=_BLOCK_BYTES)
+        self.comm: kvwire.Communicator = await kvwire.open(backends=_BACKENDS)
+        self.window: kvwire.Window = self.comm.expose(
+            "all", memory, block_bytes=_BLOCK_BYTES
+        )
         return str(await self.comm.listen("tcp://127.0.0.1:0")).encode()
 
     async def connect(self, peer: bytes) -> None:
         transport = self.variant or "tcp"
+        self.outgoing: kvwire.Connection
+        self.incoming: kvwire.Connection
         self.outgoing, self.incoming = await asyncio.gather(
             self.comm.connect(peer.decode(), transport=transport), self.comm.accept()
         )
-        self.remote = await self.outgoing.window("all")
+        self.remote: kvwire.RemoteWindow = await self.outgoing.window("all")
 
     async def offer(self, data: memoryview) -> bytes:
         first = (address_of(data) - self.start) // _BLOCK_BYTES

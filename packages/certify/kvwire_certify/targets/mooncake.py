@@ -37,7 +37,7 @@ def _version() -> str:
 class MooncakeEnd(End):
     """An engine, which finds the other end's engine by its address."""
 
-    version = _version()
+    version: str = _version()
 
     async def open(self, memory: memoryview) -> bytes:
         self.engine: Any = TransferEngine()

@@ -41,23 +41,23 @@ def _rows(address: int, nbytes: int) -> Any:
 class NixlEnd(End):
     """A NIXL agent."""
 
-    version = metadata.version(_WHEEL)
+    version: str = metadata.version(_WHEEL)
 
     async def open(self, memory: memoryview) -> bytes:
         config = _NIXL.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
         self.agent: Any = _NIXL.nixlAgent(uuid.uuid4().hex, config)
-        self.plugin = [self.agent.createBackend("UCX", {})]
+        self.plugin: list[Any] = [self.agent.createBackend("UCX", {})]
         self.offered: dict[bytes, Any] = {}
-        self.own = _NIXL.nixlRegDList(
+        self.own: Any = _NIXL.nixlRegDList(
             _NIXL.DRAM_SEG, _rows(address_of(memory), len(memory))
         )
         self.agent.registerMem(self.own, self.plugin)
         return bytes(self.agent.getLocalMD())
 
     async def connect(self, peer: bytes) -> None:
-        self.remote = self.agent.loadRemoteMD(peer).decode()
+        self.remote: str = self.agent.loadRemoteMD(peer).decode()
 
     async def offer(self, data: memoryview) -> bytes:
         rows = _rows(address_of(data), len(data))

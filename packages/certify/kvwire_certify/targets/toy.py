@@ -20,8 +20,10 @@ class Toy(End):
 
     async def open(self, memory: memoryview) -> bytes:
         self.offered: dict[bytes, memoryview] = {}
-        self.writers = weakref.WeakSet[asyncio.StreamWriter]()
-        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.writers: weakref.WeakSet[asyncio.StreamWriter] = weakref.WeakSet()
+        self.server: asyncio.Server = await asyncio.start_server(
+            self.serve, "127.0.0.1", 0
+        )
         return b"%d" % self.server.sockets[0].getsockname()[1]
 
     async def offer(self, data: memoryview) -> bytes:

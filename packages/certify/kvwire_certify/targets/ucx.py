@@ -132,11 +132,11 @@ _the_worker = functools.cache(_Worker)
 class UcxEnd(End):
     """An endpoint to the other process."""
 
-    version = str(_LOADED.version)
+    version: str = str(_LOADED.version)
 
     async def open(self, memory: memoryview) -> bytes:
-        self.worker = _the_worker()
-        self.closed = False
+        self.worker: Any = _the_worker()
+        self.closed: bool = False
         self.handles: dict[bytes, ctypes.c_void_p] = {}
         return self.worker.address
 
@@ -156,7 +156,9 @@ class UcxEnd(End):
             ctypes.byref(ctypes.c_void_p(ctypes.addressof(address))),
             ctypes.sizeof(ctypes.c_void_p),
         )
-        self.endpoint = _made(_UCP.ep_create, self.worker.handle, ctypes.byref(params))
+        self.endpoint: ctypes.c_void_p = _made(
+            _UCP.ep_create, self.worker.handle, ctypes.byref(params)
+        )
 
     async def offer(self, data: memoryview) -> bytes:
         address = address_of(data)

@@ -31,13 +31,15 @@ _TAG_BITS: Final = 31
 class UcxxEnd(End):
     """A listener, one endpoint in each direction, and a server for requests."""
 
-    version = ucxx.__version__
+    version: str = ucxx.__version__
 
     async def open(self, memory: memoryview) -> bytes:
         self.offered: dict[bytes, memoryview] = {}
         self.answers: dict[bytes, set[asyncio.Future[None]]] = {}
         self.writers: set[asyncio.StreamWriter] = set()
-        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.server: asyncio.Server = await asyncio.start_server(
+            self.serve, "127.0.0.1", 0
+        )
         self.accepted: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.listener: Any = ucxx.create_listener(
             self.accepted.set_result, connect_timeout=_CONNECTS_S
@@ -46,9 +48,10 @@ class UcxxEnd(End):
         return b"%d %d" % (self.listener.port, asked)
 
     async def connect(self, peer: bytes) -> None:
-        port, self.port = map(int, peer.split())
+        listens, asked = map(int, peer.split())
+        self.port: int = asked
         self.outgoing: Any = await ucxx.create_endpoint(
-            "127.0.0.1", port, connect_timeout=_CONNECTS_S
+            "127.0.0.1", listens, connect_timeout=_CONNECTS_S
         )
         self.incoming: Any = await self.accepted
 

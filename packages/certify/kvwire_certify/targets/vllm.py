@@ -113,13 +113,13 @@ def _free_port() -> int:
 class VllmEnd(End):
     """An engine without its model."""
 
-    version = vllm.__version__
+    version: str = vllm.__version__
 
     async def open(self, memory: memoryview) -> bytes:
-        self.start = address_of(memory)
-        self.numbers = itertools.count()
+        self.start: int = address_of(memory)
+        self.numbers: itertools.count[int] = itertools.count()
         self.held: set[str] = set()
-        self.freed = asyncio.Event()
+        self.freed: asyncio.Event = asyncio.Event()
         self.fetching: dict[str, asyncio.Future[bool]] = {}
         self.used: collections.Counter[bytes] = collections.Counter()
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(_free_port())
@@ -151,7 +151,7 @@ class VllmEnd(End):
         handshake = self.worker.get_handshake_metadata()
         if handshake is not None:
             self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-        self.steps = start_task(self.run())
+        self.steps: asyncio.Task[None] = start_task(self.run())
         return b""
 
     async def offer(self, data: memoryview) -> bytes:

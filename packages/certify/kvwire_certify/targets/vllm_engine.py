@@ -124,19 +124,19 @@ class AskedPrompt:
 class VllmEngineEnd(End):
     """An engine, which steps while it has requests."""
 
-    version = vllm.__version__
+    version: str = vllm.__version__
 
     async def open(self, memory: memoryview) -> bytes:
         self.engine: Any = _made(self.variant or "NixlConnector")
         self.scheduler: Any = self.engine.scheduler
         worker = self.engine.model_executor.driver_worker.worker
         (layer,) = worker.model_runner.kv_caches
-        self.cache = layer.view(torch.uint8).reshape(_BLOCKS, -1)
-        self.numbers = itertools.count()
-        self.stepped = asyncio.Event()
+        self.cache: Any = layer.view(torch.uint8).reshape(_BLOCKS, -1)
+        self.numbers: itertools.count[int] = itertools.count()
+        self.stepped: asyncio.Event = asyncio.Event()
         self.asked: dict[str, AskedPrompt] = {}
         self.used: collections.Counter[bytes] = collections.Counter()
-        self.steps = start_task(self.run())
+        self.steps: asyncio.Task[None] = start_task(self.run())
         return b""
 
     async def offer(self, data: memoryview) -> bytes:
