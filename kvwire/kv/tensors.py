@@ -190,6 +190,7 @@ def _view_of_torch(tensor: Any, where: str) -> TensorView:
     # The pointer is used, not the array interface, because torch's interface lacks
     # float8 and refuses tensors that require a gradient.
     item_bytes = tensor.element_size()
+    _check_storage(tensor, item_bytes, where)
     return TensorView(
         address=tensor.data_ptr(),
         shape=tuple(int(n) for n in tensor.shape),
@@ -200,6 +201,27 @@ def _view_of_torch(tensor: Any, where: str) -> TensorView:
         writable=True,
         owner=tensor,
     )
+
+
+def _check_storage(tensor: Any, item_bytes: int, where: str) -> None:
+    """Refuse a tensor whose storage was freed or made smaller.
+
+    Engines that sleep or offload do that. Such a tensor keeps its shape, and memory
+    behind the end of its storage belongs to something else.
+    """
+    storage = getattr(tensor, "untyped_storage", None)
+    if storage is None or not all(tensor.shape):
+        return
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((n - 1) * step for n, step in steps)
+    nbytes = storage().nbytes()
+    needed = (last + 1) * item_bytes
+    if needed > nbytes:
+        raise UsageError(
+            f"{where}: this tensor needs {needed} bytes of its storage, which has "
+            f"{nbytes}: it was freed or resized; wake the engine up, or allocate the "
+            "cache again"
+        )
 
 
 def _torch_device(device: Any, where: str) -> Device | None:
@@ -252,9 +274,25 @@ def _view_of_dlpack(array: Any, where: str) -> TensorView:
     kind, index = map(int, array.__dlpack_device__())
     if kind not in (_HOST, _CUDA, _CUDA_HOST):
         raise _unknown(where, f"number {kind} of DLPack")
+    stream = _NO_SYNC if kind == _CUDA else None
+    # Before version 1.0 an exporter could not say that its memory is immutable, and
+    # some libraries share one buffer between such arrays. So only memory that is said
+    # to be writable is written to.
+    writable = False
     try:
-        capsule = array.__dlpack__(stream=_NO_SYNC if kind == _CUDA else None)
-        pointer = _get_pointer(capsule, b"dltensor")
+        try:
+            capsule = array.__dlpack__(stream=stream, max_version=_DLPACK_VERSION)
+        except TypeError:  # an exporter of an earlier version
+            capsule = array.__dlpack__(stream=stream)
+        if _is_valid(capsule, _VERSIONED):
+            managed = _get_pointer(capsule, _VERSIONED)
+            versioned = _Versioned.from_address(managed)
+            if versioned.major != _DLPACK_VERSION[0]:
+                raise BufferError(f"it has version {versioned.major} of DLPack")
+            writable = not versioned.flags & _READ_ONLY
+            pointer = managed + ctypes.sizeof(_Versioned)
+        else:
+            pointer = _get_pointer(capsule, b"dltensor")
     except (BufferError, RuntimeError, TypeError, ValueError) as exc:
         raise UsageError(
             f"{where}: DLPack cannot export this {type(array).__name__}: {exc}"
@@ -277,9 +315,29 @@ def _view_of_dlpack(array: Any, where: str) -> TensorView:
         dtype=_dtype(tensor.code, tensor.bits),
         item_bytes=item_bytes,
         device=Device(MemoryKind.CUDA, index) if kind == _CUDA else None,
-        writable=True,
+        writable=writable,
         owner=(array, capsule),
     )
+
+
+_DLPACK_VERSION: Final = (1, 0)
+_VERSIONED: Final = b"dltensor_versioned"
+_READ_ONLY: Final = 1
+
+
+class _Versioned(ctypes.Structure):
+    """The members of the C struct ``DLManagedTensorVersioned`` before the tensor."""
+
+    _fields_ = (
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+    )
+
+    major: int
+    flags: int
 
 
 class _Tensor(ctypes.Structure):
@@ -308,7 +366,10 @@ class _Tensor(ctypes.Structure):
     byte_offset: int
 
 
-# A separate prototype, because `ctypes.pythonapi` is shared by the whole process.
+# Separate prototypes, because `ctypes.pythonapi` is shared by the whole process.
+_is_valid: Final = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_IsValid", ctypes.pythonapi)
+)
 _get_pointer: Final = ctypes.PYFUNCTYPE(
     ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p
 )(("PyCapsule_GetPointer", ctypes.pythonapi))

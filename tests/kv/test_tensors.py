@@ -142,9 +142,11 @@ class OnlyDLPack:
         self._capsule = capsule
         self.streams: list[int | None] = []
 
-    def __dlpack__(self, *, stream: int | None = None) -> Any:
+    def __dlpack__(
+        self, *, stream: int | None = None, max_version: tuple[int, int] | None = None
+    ) -> Any:
         self.streams.append(stream)
-        return self._capsule or self._array.__dlpack__()
+        return self._capsule or self._array.__dlpack__(max_version=max_version)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device
@@ -185,14 +187,51 @@ def test_dlpack_keeps_the_memory_and_does_not_synchronise() -> None:
     assert exporter.streams == [-1]
 
 
+class OldDLPack(OnlyDLPack):
+    """One that cannot say whether its memory is immutable."""
+
+    def __dlpack__(self, *, stream: int | None = None) -> Any:  # type: ignore[override]
+        return self._array.__dlpack__()
+
+
+def test_only_memory_that_is_said_to_be_writable_is_written_to() -> None:
+    """Libraries with immutable arrays let them share buffers."""
+    read_only = np.zeros(3)
+    read_only.flags.writeable = False
+    assert not tensor_view(OnlyDLPack(read_only), "t").writable
+    assert not tensor_view(OldDLPack(np.zeros(3)), "t").writable
+    assert tensor_view(OnlyDLPack(np.zeros(3)), "t").writable
+
+
 def test_what_dlpack_does_not_export_is_refused() -> None:
     read_only = np.zeros(3)
     read_only.flags.writeable = False
-    for wrong in (OnlyDLPack(read_only), OnlyDLPack(None, capsule=object())):
-        with pytest.raises(UsageError, match="t: DLPack cannot export this OnlyDLPack"):
+    for wrong in (OldDLPack(read_only), OnlyDLPack(None, capsule=object())):
+        with pytest.raises(UsageError, match="t: DLPack cannot export this O"):
             tensor_view(wrong, "t")
     with pytest.raises(UsageError, match="t: device is number 8 of DLPack"):
         tensor_view(OnlyDLPack(read_only, (8, 0)), "t")
+
+
+class Storage:
+    """The storage of a tensor, as torch shows it."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = lambda: nbytes
+
+
+@pytest.mark.parametrize(("nbytes", "works"), [(0, False), (47, False), (48, True)])
+def test_a_tensor_whose_storage_was_freed_is_refused(nbytes: int, works: bool) -> None:
+    """As by engines that sleep: what lies there now is not the tensor's."""
+    tensor = torch_like(np.zeros((3, 4)), "torch.float32")
+    tensor.shape, tensor.stride = (3, 2), lambda: (4, 1)
+    tensor.element_size, tensor.storage_offset = lambda: 4, lambda: 2
+    tensor.untyped_storage = lambda: Storage(nbytes)
+    if works:
+        assert tensor_view(tensor, "t").shape == (3, 2)
+        return
+    with pytest.raises(UsageError, match=f"needs 48 bytes of its storage, .* {nbytes}"):
+        tensor_view(tensor, "t")
 
 
 def test_one_cache_one_device() -> None:
