@@ -11,6 +11,7 @@ before it raises.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import math
 import numbers
@@ -120,15 +121,32 @@ async def at_most(
         task.result()
 
 
-def start_task(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+def start_task(
+    coroutine: Coroutine[Any, Any, T], *, lasting: bool = False
+) -> asyncio.Task[T]:
     """Start a task that begins in a later turn of the running loop, never in this one.
 
     ``loop.create_task`` uses the application's task factory, and
     ``asyncio.eager_task_factory`` (Python 3.12) runs the first step at once, before the
     caller has recorded the task or finished its preparations. Every task of kvwire is
     started here, so all code can rely on the later turn.
+
+    Args:
+        coroutine: What the task runs.
+        lasting: Whether it may outlive the call; see :func:`without_context`.
     """
-    return asyncio.Task(coroutine, loop=asyncio.get_running_loop())
+    context = contextvars.Context() if lasting else None
+    return asyncio.Task(coroutine, loop=asyncio.get_running_loop(), context=context)
+
+
+def without_context(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """Call a function without the caller's context variables.
+
+    asyncio keeps a caller's context with each callback, and a callback's context with
+    what that callback registers. What lasts as long as a link would keep the variables
+    of the request that happened to dial it.
+    """
+    return contextvars.Context().run(call, *args, **options)
 
 
 def settler(over: asyncio.Future[T]) -> Callable[[T], None]:

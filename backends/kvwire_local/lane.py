@@ -45,6 +45,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
+from kvwire.aio import start_task, without_context
 from kvwire.backend import Landing, Payload, WindowMemory, WindowReader
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ConnectionLost
@@ -133,14 +134,14 @@ class LocalLane(Lane):
             self._host.require_same(Host.decode(bootstrap))
             if self._role is Role.SERVER:
                 listener = self._rendezvous.listen()
-                self._rendezvous_task = asyncio.Task(
-                    self._rendezvous.wait(listener), loop=self._loop
+                self._rendezvous_task = start_task(
+                    self._rendezvous.wait(listener), lasting=True
                 )
                 self._rendezvous_task.add_done_callback(lambda _: listener.close())
                 self._rendezvous_task.add_done_callback(self._on_rendezvous)
             else:
-                self._rendezvous_task = asyncio.Task(
-                    self._rendezvous.connect(), loop=self._loop
+                self._rendezvous_task = start_task(
+                    self._rendezvous.connect(), lasting=True
                 )
                 self._come_up(await self._rendezvous_task)
                 if self._ended:  # aborted since the rendezvous ended
@@ -174,7 +175,8 @@ class LocalLane(Lane):
             return
         self._wire = LocalWire(result.sock)
         self._incoming.peer = result.peer
-        self._loop.add_reader(self._wire.fileno(), self._run, self._readable)
+        fd = self._wire.fileno()
+        without_context(self._loop.add_reader, fd, self._run, self._readable)
         arenas = SharedArenas(
             self._wire, result.is_read, whole=result.whole, wake=self._wake_sweep
         )

@@ -44,6 +44,7 @@ import socket
 from abc import ABC, abstractmethod
 from typing import Final, TypeAlias
 
+from kvwire.aio import without_context
 from kvwire.errors import AuthenticationFailed, ConnectionLost
 from kvwire.limits import CLOSE_TIMEOUT_S, WAKEUP_BYTES
 from kvwire.types import Address
@@ -162,7 +163,7 @@ class Duplex(ABC):
         """Start receiving, which leads to callbacks."""
         self._started = True
         self._reader = reader
-        self._loop.add_reader(self._sock, self._on_readable)
+        without_context(self._loop.add_reader, self._sock, self._on_readable)
         if not self._wire.opened:
             # The side that connected sends first.
             self._again = self._loop.call_soon(self._on_more)

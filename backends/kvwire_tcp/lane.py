@@ -21,6 +21,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Final
 
+from kvwire.aio import without_context
 from kvwire.backend import Landing, Payload
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import (
@@ -277,7 +278,7 @@ class LaneSocket(Duplex):
         """Receive again, if it was paused."""
         if self._paused and not self._ended:
             self._paused = False
-            self._loop.add_reader(self._sock, self._on_readable)
+            without_context(self._loop.add_reader, self._sock, self._on_readable)
             self._receive_more()
 
     @property

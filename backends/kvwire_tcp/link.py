@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
+from kvwire.aio import without_context
 from kvwire.backend import Landing, Link, LinkHandler, Payload
 from kvwire.errors import ConnectionLost
 from kvwire.kv.fragments import Fragments
@@ -143,7 +144,7 @@ class TcpLink(Duplex, Link):
             return
         if not self._watching and self._listens:
             self._watching = True
-            self._loop.add_reader(self._sock, self._on_readable)
+            without_context(self._loop.add_reader, self._sock, self._on_readable)
         self._receive_more()
 
     def _sent(self, token: object) -> None:

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
+from kvwire.aio import without_context
 from kvwire.backend import Link, Listener, keep_from_children
 from kvwire.types import Address
 from kvwire_tcp.lane import PendingLanes
@@ -51,7 +52,7 @@ class TcpListener(Listener):
         self._retry: asyncio.TimerHandle | None = None
         self._exhausted = False
         self._closed = False
-        loop.add_reader(sock, self._on_acceptable)
+        without_context(loop.add_reader, sock, self._on_acceptable)
 
     @property
     def address(self) -> Address:

@@ -18,6 +18,7 @@ receives pending and nothing arriving, no Python code runs.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import ctypes
 import itertools
 import os
@@ -95,7 +96,8 @@ class Worker:
         except BaseException:
             self._ucp.worker_destroy(self.handle)
             raise
-        loop.add_reader(self._event_fd, self._turn)
+        # It must not keep the variables of the request that was the first one.
+        contextvars.Context().run(loop.add_reader, self._event_fd, self._turn)
         self.wake()
 
     # --- operations -------------------------------------------------------------------

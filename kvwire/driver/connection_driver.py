@@ -10,6 +10,7 @@ system call.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -166,6 +167,8 @@ class ConnectionDriver(LinkHandler):
         self._copies = ScratchPool()
         self._unreceived: Seen = {}
         self._timer: asyncio.TimerHandle | None = None
+        # Of the timer, which is set again and again, by whichever call is the last one.
+        self._context = contextvars.Context()
         self._timer_at = 0.0
         # The bytes received by the last tick, and when they were first noticed.
         self._seen_bytes = 0
@@ -483,7 +486,9 @@ class ConnectionDriver(LinkHandler):
                 return
             self._timer.cancel()
         self._timer_at = at
-        self._timer = self._loop.call_at(at, self._safely, self._tick)
+        self._timer = self._loop.call_at(
+            at, self._safely, self._tick, context=self._context
+        )
 
     def _send(self, core: ConnectionCore, *, put_off: bool) -> None:
         """Flush frames, and send chunks until the link is full or other tasks must run.

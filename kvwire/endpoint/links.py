@@ -8,6 +8,7 @@ longer touch memory, and decides whether new links may be made.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import errno
 import logging
 import secrets
@@ -239,7 +240,9 @@ class Links:
     def _add_driver(self, driver: Driver) -> None:
         """Keep a driver in ``drivers`` until its link has ended."""
         self.drivers[driver] = None  # bounded: CONNECTIONS_MAX, PENDING_HANDSHAKES_MAX
-        driver.ended.add_done_callback(lambda _: self.drivers.pop(driver, None))
+        driver.ended.add_done_callback(
+            lambda _: self.drivers.pop(driver, None), context=contextvars.Context()
+        )
 
     def _agreed(
         self, opening: HandshakeDriver[Connection], agreement: Agreement

@@ -71,7 +71,7 @@ class Membership:
     def _begin_watching(self) -> Directory:
         directory = self._opened()
         if self._watching is None:
-            self._watching = start_task(self._watch(directory))
+            self._watching = start_task(self._watch(directory), lasting=True)
             self._watching.add_done_callback(_log_failure)
         return directory
 
@@ -91,7 +91,7 @@ class Membership:
         directory.check(record)
         if self._announcing is not None:
             self._announcing.cancel()
-        self._announcing = start_task(directory.announce(record))
+        self._announcing = start_task(directory.announce(record), lasting=True)
         self._announcing.add_done_callback(_log_failure)
 
     async def withdraw(self) -> None:

@@ -439,7 +439,7 @@ class Peer(Closing):
         if self._found is None:
             self._found = asyncio.get_running_loop().create_future()
             self._upkeep = Upkeep(REDIAL_S, PEER_REDIAL_S_MAX)
-            self._dialling = start_task(self._dial(self._found))
+            self._dialling = start_task(self._dial(self._found), lasting=True)
         found = self._found
         self._waiting += 1
         patience_s = self._services.config.handshake_timeout_s

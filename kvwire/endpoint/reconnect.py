@@ -216,7 +216,7 @@ class Reconnector:
                 await connection.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = start_task(coroutine)
+        task = start_task(coroutine, lasting=True)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -15,6 +15,7 @@ or whose end can answer only LATER.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import enum
 import logging
 from collections import Counter, OrderedDict
@@ -264,7 +265,7 @@ class TransferRegistry:
     def _take_on(self, end: Transfer) -> None:
         self.live[end] = None
         if self._look is None:
-            self._look = end._loop.call_later(WAITING_LOG_S, self._name_open)
+            self._look_later(end._loop)
 
     def _name_open(self) -> None:
         """Log, once, each transfer that was already open at the previous check."""
@@ -280,8 +281,13 @@ class TransferRegistry:
                 )
             end._seen_open = True
         if self.live:
-            loop = next(iter(self.live))._loop
-            self._look = loop.call_later(WAITING_LOG_S, self._name_open)
+            self._look_later(next(iter(self.live))._loop)
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        # It is set again and again, so it has no variables of a request.
+        self._look = loop.call_later(
+            WAITING_LOG_S, self._name_open, context=contextvars.Context()
+        )
 
     # --- the peer's side --------------------------------------------------------------
 
