@@ -159,7 +159,7 @@ test-nixl: $(STAMP)
 
 # A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
 test-mooncake: $(STAMP)-mooncake
-	$(BIN)/python -m pytest -m '' tests/store/tiers -k mooncake $(ARGS)
+	$(BIN)/python -m pytest -m '' packages/store/tests/tiers -k mooncake $(ARGS)
 
 # Tensors of actors, a directory and an application of Serve on a local Ray: 500 MB with
 # torch. Ray has no build for every Python.
@@ -170,10 +170,10 @@ test-ray: $(RAY_VENV)/.installed
 # Object tiers over the S3 protocol, with moto's server in an environment of its own, 140 MB.
 test-s3: $(STAMP) $(S3_VENV)/.installed
 	S3_SERVER=$(S3_VENV)/bin/moto_server \
-	  $(BIN)/python -m pytest tests/store/tiers/test_s3.py $(ARGS)
+	  $(BIN)/python -m pytest packages/store/tests/tiers/test_s3.py $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
-VLLM_TESTS ?= packages/vllm/tests tests/store/test_weights.py
+VLLM_TESTS ?= packages/vllm/tests packages/store/tests/test_weights.py
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
@@ -231,7 +231,7 @@ $(STAMP)-%: $(STAMP)
 
 # A tier's client, which is for users as well.
 $(STAMP)-mooncake: $(STAMP)
-	@$(INSTALL) $@ -e '.[mooncake]'
+	@$(INSTALL) $@ -e 'packages/store[mooncake]'
 
 $(DEMO_STAMP): pyproject.toml README.md
 	@echo 'installing kvwire, NumPy and what the command needs into $(DEMO_VENV): 30 MB'

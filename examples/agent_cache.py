@@ -13,8 +13,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-import kvwire
 from kvwire.kv.hashing import HashScheme
+from kvwire_store import BlockStore
 from toy_model import SPEC, Pool, ToyModel, blocks_for, text_of, tokens_of
 
 NEW = 24
@@ -23,7 +23,7 @@ model = ToyModel()
 scheme = HashScheme(SPEC.block_tokens)
 
 
-async def answer(store: kvwire.BlockStore, prompt: list[int]) -> tuple[list[int], int]:
+async def answer(store: BlockStore, prompt: list[int]) -> tuple[list[int], int]:
     """Generate; also return the number of tokens whose KV came from the store."""
     pool = Pool(PLACES // SPEC.block_tokens)
     blocks = blocks_for(len(prompt) + NEW)
@@ -40,7 +40,7 @@ async def answer(store: kvwire.BlockStore, prompt: list[int]) -> tuple[list[int]
 async def converse(folder: Path, said: str) -> None:
     """Answer each line of the standard input, until its end."""
     tiers = ["memory:16MiB", f"disk:{folder / 'kv'}?size=64MiB"]
-    async with kvwire.BlockStore.open(tiers) as store:
+    async with BlockStore.open(tiers) as store:
         print(f"the conversation has {len(said)} tokens; type a line", flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
             prompt = tokens_of(said + line.strip() + ". ")

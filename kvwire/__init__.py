@@ -74,10 +74,6 @@ if TYPE_CHECKING:
     from kvwire.kv.pool import BlockPool
     from kvwire.kv.prefill_plan import PrefillPlan, PrefillRequest, plan_prefill
     from kvwire.kv.spec import KVSpec
-    from kvwire.store.placement import BlockState, Placement
-    from kvwire.store.request import StoreRequest
-    from kvwire.store.server.server import StoreServer
-    from kvwire.store.store import BlockStore
     from kvwire.transfers.incoming import Incoming, Joined, join
     from kvwire.transfers.outgoing import Outgoing
     from kvwire.windows.window import Window
@@ -91,8 +87,6 @@ __all__ = [
     "AuthenticationFailed",
     "BackendUnavailable",
     "BlockPool",
-    "BlockState",
-    "BlockStore",
     "ClosedOK",
     "Communicator",
     "Config",
@@ -123,7 +117,6 @@ __all__ = [
     "PeerError",
     "PeerInfo",
     "PeerUnresponsive",
-    "Placement",
     "PrefillPlan",
     "PrefillRequest",
     "ProfileMismatch",
@@ -135,8 +128,6 @@ __all__ = [
     "RequestError",
     "Snapshot",
     "StaleRegion",
-    "StoreRequest",
-    "StoreServer",
     "Timings",
     "TransportReport",
     "UsageError",
@@ -174,11 +165,6 @@ _HOMES: Final = {
     "Region": "kvwire.endpoint.region",
     "RemoteWindow": "kvwire.endpoint.remote_window",
     "Request": "kvwire.endpoint.request",
-    "BlockState": "kvwire.store.placement",
-    "Placement": "kvwire.store.placement",
-    "StoreRequest": "kvwire.store.request",
-    "StoreServer": "kvwire.store.server.server",
-    "BlockStore": "kvwire.store.store",
     "Window": "kvwire.windows.window",
 }
 

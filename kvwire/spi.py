@@ -5,8 +5,8 @@ A package of this repository imports public names of kvwire, the rooms of plug-i
 the small ones below them), and these.
 
 ========================  ============================================================
-``show_part``             adds a ``Part`` to snapshots, and so to ``kvwire top``; it
-                          returns a ``PartSnapshot`` with a ``CallSnapshot`` each call
+``show_part``             adds an object to snapshots, and so to ``kvwire top``, as a
+                          ``PartSnapshot`` with a ``CallSnapshot`` for each call
 ``RINGS``                 the loops whose events ``kvwire trace`` shows
 ``memory_here``           the memory of a window of plain bytes, if it is mapped here
 ``succeeded``             whether a request ended without an error
@@ -21,7 +21,7 @@ the small ones below them), and these.
 from kvwire.endpoint.communicator import Communicator, services_of
 from kvwire.endpoint.remote_window import memory_here
 from kvwire.endpoint.request import succeeded, when_released
-from kvwire.endpoint.snapshot import CallSnapshot, Part, PartSnapshot, show_part
+from kvwire.endpoint.snapshot import CallSnapshot, PartSnapshot, show_part
 from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.runtime.trace_ring import RINGS
 from kvwire.types import Device
@@ -37,7 +37,6 @@ __all__ = [
     "DECODE_ERRORS",
     "RINGS",
     "CallSnapshot",
-    "Part",
     "PartSnapshot",
     "VersionRange",
     "common_version",

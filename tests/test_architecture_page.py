@@ -9,7 +9,7 @@ import pytest
 from tests.support.tree import ROOT, python
 
 _PAGES = ("docs/topics/architecture.md", "CONTRIBUTING.md")
-_FOLDERS = ("", "kvwire", "backends")
+_FOLDERS = ("", "kvwire", "backends", "packages")
 
 
 def _named(page: str) -> list[str]:
@@ -30,13 +30,9 @@ def test_every_file_that_the_page_names_is_there() -> None:
 
 @pytest.mark.parametrize("page", _PAGES)
 def test_every_class_that_a_page_names_is_there(page: str) -> None:
-    classes = set(
-        re.findall(
-            r"^class (\w+)",
-            "\n".join(source.text for source in python("kvwire/", "backends/")),
-            re.MULTILINE,
-        )
-    )
+    code = python("kvwire/", "backends/", "packages/")
+    text = "\n".join(source.text for source in code)
+    classes = set(re.findall(r"^class (\w+)", text, re.MULTILINE))
     named = {
         name.partition(".")[0]
         for name in _named(page)

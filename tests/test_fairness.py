@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import kvwire
+import kvwire_store
 from kvwire.aio import yields_before_raising
 from kvwire.wire.control import Announce, Fail, decode_body
 from kvwire.wire.header import FrameType
@@ -107,13 +108,13 @@ async def test_communicators(tmp_path: Path) -> None:
 
 
 async def test_stores(tmp_path: Path) -> None:
-    store = await kvwire.BlockStore.open(["memory:256KiB"])
+    store = await kvwire_store.BlockStore.open(["memory:256KiB"])
     await store.close()
     await expect_turns(lambda: store.match(chain(1)))
     await expect_turns(store.flush)
     (tmp_path / "file").touch()
     nowhere = f"disk:{tmp_path / 'file' / 'below'}?size=1MiB"
-    await expect_turns(lambda: kvwire.BlockStore.open(["memory:256KiB", nowhere]))
+    await expect_turns(lambda: kvwire_store.BlockStore.open(["memory:256KiB", nowhere]))
 
 
 async def test_the_first_error_is_the_one_that_is_raised() -> None:

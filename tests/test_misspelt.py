@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import kvwire
+import kvwire_store
 from kvwire.config import FIELDS, ConfigOptions
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
         conn.push("x", cache, [1], consumers=2)  # type: ignore[call-arg]
         comm.publish("x", cache, [1], have=[])  # type: ignore[call-arg]
         comm.expect("x", cache, [1], growing=1)  # type: ignore[call-arg]
-        kvwire.BlockStore.open([], write="bak")  # type: ignore[arg-type]
+        kvwire_store.BlockStore.open([], write="bak")  # type: ignore[arg-type]
 
 
 def test_the_options_of_open_are_the_keys_of_its_configuration() -> None:

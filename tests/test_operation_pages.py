@@ -36,8 +36,8 @@ def texts(tree: ast.AST) -> Iterator[str]:
 def code_texts() -> set[str]:
     """Every text of the code that is installed."""
     found: set[str] = set()
-    for package in ("kvwire", *(f"kvwire_{name}" for name in ("local", "tcp", "ucx"))):
-        spec = importlib.util.find_spec(package)
+    for name in ("", "_local", "_tcp", "_ucx", "_store"):
+        spec = importlib.util.find_spec(f"kvwire{name}")
         assert spec is not None
         for folder in spec.submodule_search_locations or ():
             for file in Path(folder).rglob("*.py"):

@@ -19,8 +19,8 @@ from packaging.utils import canonicalize_name
 import kvwire
 from kvwire.backend.link import API_VERSION
 from kvwire.proto import handshake
-from kvwire.store.server import messages
-from kvwire.store.tiers import disk_index
+from kvwire_store.server import messages
+from kvwire_store.tiers import disk_index
 from kvwire_vllm import release as release_of_vllm
 from tests.support.runs import python, ran
 from tests.support.tree import ROOT, packages, project, sources

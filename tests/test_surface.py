@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import kvwire
+import kvwire_store
 from kvwire.directory import Record, open_directory
 from kvwire.directory.file import FileDirectory
 from tests.programs.reference import FOLDER
@@ -18,7 +19,8 @@ from tests.support.pairs import connected
 def documented(cls: type) -> set[str]:
     """The members that a page of the API shows: those with a docstring."""
     pages = [page.read_text() for page in (FOLDER / "api").glob("*.md")]
-    assert sum(f"::: kvwire.{cls.__name__}\n" in page for page in pages) == 1
+    named = f"::: {cls.__module__.partition('.')[0]}.{cls.__name__}\n"
+    assert sum(named in page for page in pages) == 1
     members = (name for base in cls.__mro__ for name in vars(base) if name[0] != "_")
     return {*attributes(cls), *(n for n in members if getattr(cls, n).__doc__)}
 
@@ -30,8 +32,8 @@ def shown(thing: object) -> set[str]:
 async def test_objects_show_what_is_documented() -> None:
     async with (
         connected("inproc") as pair,
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
-        kvwire.StoreServer(store, "127.0.0.1:0") as server,
+        kvwire_store.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire_store.StoreServer(store, "127.0.0.1:0") as server,
     ):
         region = pair.far.register(bytearray(8))
         request = pair.left.recv(1)
@@ -98,8 +100,8 @@ def test_threads_have_what_coroutines_have(
         kvwire.Incoming,
         kvwire.Outgoing,
         kvwire.Joined,
-        kvwire.BlockStore,
-        kvwire.StoreServer,
+        kvwire_store.BlockStore,
+        kvwire_store.StoreServer,
         FileDirectory,
     ],
 )

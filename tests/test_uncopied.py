@@ -12,6 +12,7 @@ import pytest
 
 import kvwire
 from kvwire.types import Uncopied
+from kvwire_store import BlockStore
 from tests.support.caches import Filled
 from tests.support.pairs import connected
 
@@ -38,7 +39,7 @@ def test_each_public_class_is_a_value_or_is_not_copied() -> None:
 
 async def test_objects_of_a_process_refuse_copies() -> None:
     cache = Filled(seed=1).cache
-    async with connected() as pair, kvwire.BlockStore.open(["memory:1MiB"]) as store:
+    async with connected() as pair, BlockStore.open(["memory:1MiB"]) as store:
         window = pair.far.expose("kv", cache)
         both: list[Any] = [
             *(cache, store, window, pair.left, pair.near),

@@ -8,6 +8,7 @@ import re
 from typing import Any, Final
 
 import kvwire
+import kvwire_store
 from tests.support.tree import ROOT
 
 PAGE: Final = (ROOT / "docs" / "reference" / "verbs.md").read_text()
@@ -17,7 +18,7 @@ OBJECTS: Final[dict[str, list[Any]]] = {
     "region": [kvwire.Region],
     "window": [kvwire.Window],
     "remote": [kvwire.RemoteWindow],
-    "store": [kvwire.BlockStore],
+    "store": [kvwire_store.BlockStore],
     "request": [kvwire.Request],
     "out": [kvwire.Outgoing, kvwire.EngineOutgoing],
     "inc": [kvwire.Incoming, kvwire.EngineIncoming],

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 
 import kvwire
+import kvwire_store
 from tests.support.tree import ROOT
 from tests.support.waiting import PATIENCE_S
 from tests.support.wrong_uses.steps import STEPS
@@ -79,7 +80,10 @@ def _do(use: str, t: Things) -> Any:
 def _value(node: ast.expr, t: Things) -> Any:
     match node:
         case ast.Name(id=name):
-            return NAMES[name](t) if name in NAMES else getattr(kvwire, name)
+            if name in NAMES:
+                return NAMES[name](t)
+            stored = name in kvwire_store.__all__
+            return getattr(kvwire_store if stored else kvwire, name)
         case ast.Attribute(value=inner, attr=name):
             return getattr(_value(inner, t), name)
         case ast.Call(func=func, args=given, keywords=options):

@@ -71,11 +71,6 @@ app.command(
     help="List the members of a directory, or watch them join and leave.",
 )
 app.command(
-    "kvwire.cli.store:app",
-    name="store",
-    help="Serve a KV store to other processes, or inspect and manage one.",
-)
-app.command(
     "kvwire.cli.inspect:top",
     name="top",
     help=(

@@ -11,9 +11,9 @@ import asyncio
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ from kvwire.types import text_of
 
 if TYPE_CHECKING:
     from kvwire.transfers.transfer import TransferView
+
+P = TypeVar("P")
 
 # Longer silences are shown: a link with nothing to send is silent for less.
 SILENCE_S = 1.0
@@ -161,25 +163,21 @@ class Snapshot:
     counters: dict[str, int]
 
 
-class Part(Protocol):
-    """The part of an object that snapshots use."""
-
-    def part_snapshot(self) -> PartSnapshot:
-        """Return a snapshot of it; on its loop."""
-
-
-_Parts = weakref.WeakSet[Part]
-# Each loop has its own set, so no thread reads one while another one changes it.
+_Parts = weakref.WeakKeyDictionary[Any, Callable[[Any], PartSnapshot]]
+# Each loop has its own, so no thread reads one while another one changes it.
 _parts: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Parts]
 _parts = weakref.WeakKeyDictionary()
 
 
-def show_part(part: Part) -> None:
+def show_part(part: P, look: Callable[[P], PartSnapshot]) -> None:
     """Include an object in the snapshots of the running loop's communicators.
 
-    It is shown until it is collected.
+    Args:
+        part: The object; it is shown until it is collected.
+        look: Returns its snapshot; called on its loop.
     """
-    _parts.setdefault(asyncio.get_running_loop(), weakref.WeakSet()).add(part)
+    loop = asyncio.get_running_loop()
+    _parts.setdefault(loop, weakref.WeakKeyDictionary())[part] = look
 
 
 def snapshot_of(links: Links) -> Snapshot:
@@ -198,7 +196,7 @@ def snapshot_of(links: Links) -> Snapshot:
         open_connections=len(connections),
         open_transfers=len(registry.live),
         asked=tuple(printable(name) for name in asked),
-        parts=tuple(part.part_snapshot() for part in _parts.get(services.loop, ())),
+        parts=tuple(look(part) for part, look in _parts.get(services.loop, {}).items()),
         quarantined_bytes=services.buffers.quarantined_bytes,
         counters=msgspec.structs.asdict(services.counters),
     )

@@ -1,7 +1,7 @@
 """The content of ``kvwire top``: tables, for a terminal and for a page in a browser.
 
-Nothing here reads the clock or a socket. A view is built from processes' snapshots and
-a store server's report; the proxy builds its own view of its engines.
+Nothing here reads the clock or a socket. A view is built from processes' snapshots;
+a package builds the tables of its own server.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import msgspec
 
 from kvwire import Snapshot
 from kvwire.errors import printable
-from kvwire.store.server.messages import StatsReport
 from kvwire.types import in_bytes
 
 NOBODY: Final = "no process answers: were they started with KVWIRE_INSPECT?"
@@ -329,7 +328,7 @@ def _transfers(found: Sequence[Snapshot]) -> TopTable:
         for row in one.transfers:
             way = "to" if row.side == "outgoing" else "from"
             peers = ", ".join(row.peers)
-            share = _share(row.landed_bytes, row.nbytes) or 0.0
+            share = share_of(row.landed_bytes, row.nbytes) or 0.0
             made = Row.of(
                 f"{one.incarnation} {row.side} {row.id}",
                 one.name,
@@ -423,121 +422,9 @@ def _connections(found: Sequence[Snapshot]) -> TopTable:
     )
 
 
-# --- a served store -------------------------------------------------------------------
-
-
-def report_tables(report: StatsReport) -> tuple[TopTable, ...]:
-    """Return the tables of a store server's report: tiers, tenants, clients."""
-    return (_tiers(report), _tenants(report), _clients(report))
-
-
-def report_notes(report: StatsReport) -> tuple[str, ...]:
-    """Return sentences about a store server that no table shows."""
-    errors = [f"{tier.name}: {tier.error}" for tier in report.tiers if tier.error]
-    return tuple(map(printable, errors))
-
-
-def _tiers(report: StatsReport) -> TopTable:
-    rows: list[Row] = []
-    for tier in report.tiers:
-        counts = tier.stats
-        size = counts.size_bytes
-        broken = counts.damaged_blocks + counts.failed_blocks
-        row = Row.of(
-            tier.name,
-            Marked(tier.name, alarm=bool(tier.error)),
-            f"{counts.blocks:,}",
-            Marked(
-                in_bytes(counts.used_bytes),
-                share=_share(counts.used_bytes, size),
-            ),
-            in_bytes(size) if size else "-",
-            f"{counts.read_blocks:,}",
-            f"{counts.written_blocks:,}",
-            f"{counts.evicted_blocks:,}",
-            f"{broken:,}",
-        )
-        rows.append(row)
-    return TopTable(
-        "tiers",
-        "Tiers of the store, the fastest first",
-        (
-            Column("tier"),
-            Column("blocks", number=True),
-            Column("used", number=True),
-            Column("of", "the bytes that it may use", number=True),
-            Column("read", "blocks got from it", number=True),
-            Column("written", "blocks put into it", number=True),
-            Column("evicted", "blocks that made room for others", number=True),
-            Column("failed", "blocks damaged, not read or not written", number=True),
-        ),
-        tuple(rows),
-    )
-
-
-def _share(used_bytes: int, most_bytes: int) -> float | None:
+def share_of(used_bytes: int, most_bytes: int) -> float | None:
     """Return the used share, for a bar; None without a limit."""
     return min(1.0, used_bytes / most_bytes) if most_bytes else None
-
-
-def _tenants(report: StatsReport) -> TopTable:
-    rows: list[Row] = []
-    for tenant in report.tenants:
-        for tier, use in tenant.tiers:
-            quota = use.quota_bytes
-            share = _share(use.used_bytes, quota)
-            row = Row.of(
-                f"{tenant.name} {tier}",
-                f"{tenant.name or 'no tenant'} in {tier}",
-                Marked(in_bytes(use.used_bytes), share=share),
-                in_bytes(quota) if quota else "-",
-                in_bytes(use.pinned_bytes),
-                f"{use.evicted_blocks:,}",
-                f"{tenant.counters.hit_blocks:,}",
-                f"{tenant.counters.missed_blocks:,}",
-            )
-            rows.append(row)
-    return TopTable(
-        "tenants",
-        "Tenants",
-        (
-            Column("tenant"),
-            Column("used", number=True),
-            Column("of", "its quota", number=True),
-            Column("pinned", "bytes that may not be evicted", number=True),
-            Column("evicted", "its blocks that made room for others", number=True),
-            Column("hits", "blocks that its gets have found", number=True),
-            Column("misses", "blocks that its gets have not found", number=True),
-        ),
-        tuple(rows),
-    )
-
-
-def _clients(report: StatsReport) -> TopTable:
-    rows: list[Row] = []
-    for client in report.clients:
-        where = f"{client.name} at {client.address}"
-        row = Row.of(
-            where,
-            where,
-            f"{client.requests:,}",
-            f"{client.asked:,}",
-            in_bytes(client.read_bytes),
-            in_bytes(client.written_bytes),
-        )
-        rows.append(row)
-    return TopTable(
-        "clients",
-        "Clients of the store",
-        (
-            Column("client"),
-            Column("open", "running requests", number=True),
-            Column("requests", "requests since it connected", number=True),
-            Column("read", number=True),
-            Column("written", number=True),
-        ),
-        tuple(rows),
-    )
 
 
 def _printable(cell: Cell) -> Cell:

@@ -10,9 +10,10 @@ from typing import Any, Final, TypeAlias
 
 import pytest
 
-from kvwire import BlockStore, ConnectError
+from kvwire import ConnectError
 from kvwire.directory import open_directory
 from kvwire.types import Address
+from kvwire_store import BlockStore
 from tests.directory.records import record
 from tests.support.caches import Filled, chain
 from tests.support.certificates import Issued

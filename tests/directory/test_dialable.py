@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import kvwire
+import kvwire_store
 from kvwire import Address, UsageError
 from kvwire.directory import Record
 from kvwire.directory.dialable import (
@@ -109,8 +110,8 @@ async def announced_by_a_server(folder: Path, listen: str, advertise: str) -> st
     """Return the address in the directory of a store server."""
     write_key_file(folder / "key")
     async with (
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
-        kvwire.StoreServer(
+        kvwire_store.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire_store.StoreServer(
             store,
             listen,
             labels={},

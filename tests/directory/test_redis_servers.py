@@ -21,10 +21,12 @@ pytest.importorskip("redis", reason="redis is not installed: pip install redis")
 from redis import Redis
 from redis.exceptions import RedisError
 
-from kvwire import BlockStore, ConnectError, UsageError
+from kvwire import ConnectError, UsageError
 from kvwire.directory import ChangeKind, open_directory, redis
 from kvwire.directory.redis_servers import of_server
-from kvwire.store.tiers.redis import RedisTier
+from kvwire_store import BlockStore
+from kvwire_store.tiers.redis import RedisTier
+from packages.store.tests.contract import tier_of
 from tests.directory.records import record
 from tests.directory.redis_forms import (
     KINDS,
@@ -36,7 +38,6 @@ from tests.directory.redis_forms import (
     used,
     with_replica,
 )
-from tests.store.contract import tier_of
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
 from tests.support.certificates import Authority

@@ -13,6 +13,7 @@ from typing import Any, Final
 import pytest
 
 import kvwire
+import kvwire_store
 from kvwire import UsageError
 from kvwire.aio import LoopThread
 from tests.support.caches import Memory
@@ -28,15 +29,15 @@ ANYWHERE: Final = {
     kvwire.Request: {"done", "result", "send", "throw", "close"},
     kvwire.Outgoing: {"done", "ready", "finish", "extend"},
     kvwire.Incoming: {"done", "layer_landed"},
-    kvwire.BlockStore: {"open", "stats", "tenant_stats"},
-    kvwire.StoreRequest: {"done"},
+    kvwire_store.BlockStore: {"open", "stats", "tenant_stats"},
+    kvwire_store.StoreRequest: {"done"},
 }
 
 
 class Things:
     """One object of each kind, and a call of each of their methods."""
 
-    def __init__(self, pair: Pair, store: kvwire.BlockStore) -> None:
+    def __init__(self, pair: Pair, store: kvwire_store.BlockStore) -> None:
         comm, conn, kv = pair.far, pair.right, Memory().cache
         peer, keys = comm.peer("127.0.0.1:1"), [b"k"]
         self.region = comm.register(bytearray(8))
@@ -95,19 +96,19 @@ class Things:
             (kvwire.Incoming, "abort"): self.incoming.abort,
             (kvwire.Incoming, "layer"): lambda: self.incoming.layer(0),
             (kvwire.Incoming, "layer_event"): lambda: self.incoming.layer_event(0),
-            (kvwire.BlockStore, "match"): lambda: store.match(keys, kv),
-            (kvwire.BlockStore, "present"): lambda: store.present(keys, kv),
-            (kvwire.BlockStore, "put"): lambda: store.put(keys, kv, [0]),
-            (kvwire.BlockStore, "get"): lambda: store.get(keys, kv, [0]),
-            (kvwire.BlockStore, "delete"): lambda: store.delete(keys, kv),
-            (kvwire.BlockStore, "delete_all"): lambda: store.delete_all(kv),
-            (kvwire.BlockStore, "pin"): lambda: store.pin(keys, kv),
-            (kvwire.BlockStore, "unpin"): lambda: store.unpin(keys, kv),
-            (kvwire.BlockStore, "prefetch"): lambda: store.prefetch(keys, kv),
-            (kvwire.BlockStore, "flush"): store.flush,
-            (kvwire.BlockStore, "require_room"): lambda: store.require_room(kv),
-            (kvwire.BlockStore, "close"): store.close,
-            (kvwire.StoreRequest, "drained"): self.stored.drained,
+            (kvwire_store.BlockStore, "match"): lambda: store.match(keys, kv),
+            (kvwire_store.BlockStore, "present"): lambda: store.present(keys, kv),
+            (kvwire_store.BlockStore, "put"): lambda: store.put(keys, kv, [0]),
+            (kvwire_store.BlockStore, "get"): lambda: store.get(keys, kv, [0]),
+            (kvwire_store.BlockStore, "delete"): lambda: store.delete(keys, kv),
+            (kvwire_store.BlockStore, "delete_all"): lambda: store.delete_all(kv),
+            (kvwire_store.BlockStore, "pin"): lambda: store.pin(keys, kv),
+            (kvwire_store.BlockStore, "unpin"): lambda: store.unpin(keys, kv),
+            (kvwire_store.BlockStore, "prefetch"): lambda: store.prefetch(keys, kv),
+            (kvwire_store.BlockStore, "flush"): store.flush,
+            (kvwire_store.BlockStore, "require_room"): lambda: store.require_room(kv),
+            (kvwire_store.BlockStore, "close"): store.close,
+            (kvwire_store.StoreRequest, "drained"): self.stored.drained,
         }
         self.marks: list[Callable[[], object]] = [
             lambda: self.outgoing.extend([1]),
@@ -152,7 +153,7 @@ def _refusal(call: Callable[[], object]) -> str:
 async def made() -> AsyncIterator[Things]:
     async with (
         connected("inproc") as pair,
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire_store.BlockStore.open(["memory:1MiB"]) as store,
     ):
         found = Things(pair, store)
         yield found

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import kvwire
+import kvwire_store
 from kvwire import Address, ConnectError, ListenError, UsageError
 from kvwire.backend import Backend, Link
 from kvwire.backend.link import Availability, Capabilities
@@ -22,8 +23,8 @@ from kvwire.config import Config
 from kvwire.endpoint.dialling import Dialling
 from kvwire.limits import DIAL_DELAY_S
 from kvwire.security.keys import write_key_file
-from kvwire.store.server.client import ask_report
 from kvwire.types import TrustMode
+from kvwire_store.server.client import ask_report
 from tests.support import inside
 from tests.support.caches import Memory
 from tests.support.pairs import communicators, until
@@ -156,13 +157,13 @@ async def test_a_name_of_which_every_address_refuses(resolver: Resolver) -> None
 
 async def test_a_store_is_asked_at_any_of_its_addresses(resolver: Resolver) -> None:
     async with (
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
-        kvwire.StoreServer(store, f"{LOCAL}:0") as server,
+        kvwire_store.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire_store.StoreServer(store, f"{LOCAL}:0") as server,
     ):
         resolver(LOCAL_6, LOCAL)
         where = f"{NAME}:{server.address.port}"
         assert len((await ask_report(where, Config())).tiers) == 1
-        async with kvwire.BlockStore.open([f"kvwire://{where}"]) as client:
+        async with kvwire_store.BlockStore.open([f"kvwire://{where}"]) as client:
             assert not any(client.report.values())
 
 

@@ -11,7 +11,8 @@ from typing import Any, Final
 import pytest
 
 import kvwire
-from kvwire.store.request import StoreRequest
+import kvwire_store
+from kvwire_store.request import StoreRequest
 from tests.support.caches import Filled, chain
 
 # Calls that may come from any thread and loop, that only look, or that a task makes.
@@ -21,7 +22,7 @@ ANYWHERE: Final = {
     kvwire.Request: {"done", "result", "send", "throw", "close"},
     kvwire.Outgoing: {"done", "extend", "finish", "ready"},
     kvwire.Incoming: {"done", "layer_landed"},
-    kvwire.BlockStore: {"open", "stats", "tenant_stats"},
+    kvwire_store.BlockStore: {"open", "stats", "tenant_stats"},
     StoreRequest: {"done"},
 }
 KV: Final = Filled().cache
@@ -49,7 +50,7 @@ class Objects:
         self.grant = region.grant(back)
         window = b.expose("w", Filled(seed=1).cache)
         self.ticket = window.offer([1])
-        store = await enter(kvwire.BlockStore.open(["memory:1MiB"]))
+        store = await enter(kvwire_store.BlockStore.open(["memory:1MiB"]))
         for one in (
             a,
             conn,
@@ -141,7 +142,7 @@ CALLS: Final[dict[type, dict[str, Callable[[Any, Objects], Any]]]] = {
         "layer_event": lambda o, _: o.layer_event(0),
         "await": lambda o, _: o,
     },
-    kvwire.BlockStore: {
+    kvwire_store.BlockStore: {
         "close": lambda o, _: o.close(),
         "delete": lambda o, _: o.delete(NAMES, KV),
         "delete_all": lambda o, _: o.delete_all(KV),

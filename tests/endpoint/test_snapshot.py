@@ -7,6 +7,7 @@ import dataclasses
 import msgspec
 
 import kvwire
+import kvwire_store
 from kvwire.endpoint.snapshot import SILENCE_S
 from kvwire.engine.io_thread import called
 from kvwire.limits import SNAPSHOT_ROWS_MAX
@@ -127,7 +128,7 @@ async def test_stores_of_the_loop_are_in_it() -> None:
     cache = Memory().cache
     async with (
         kvwire.open(name="a") as communicator,
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire_store.BlockStore.open(["memory:1MiB"]) as store,
     ):
         put = store.put([b"one", b"two"], cache, [0, 1])
         named = {s.name: s for s in communicator.snapshot().parts}

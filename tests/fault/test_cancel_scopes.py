@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvwire
+import kvwire_store
 from kvwire.aio import run_to_completion
 from kvwire.directory import open_directory
 from kvwire_certify.conformance.rig import open_descriptors
@@ -44,9 +45,9 @@ async def _dialled(_: Path) -> None:
 async def _served(folder: Path) -> None:
     memory, disk = "memory:64KiB", f"disk:{folder}/kv?size=1MiB"
     async with (
-        kvwire.BlockStore.open([memory, disk]) as store,
-        kvwire.StoreServer(store, "127.0.0.1:0") as server,
-        kvwire.BlockStore.open([memory, f"kvwire://{server.address}"]) as client,
+        kvwire_store.BlockStore.open([memory, disk]) as store,
+        kvwire_store.StoreServer(store, "127.0.0.1:0") as server,
+        kvwire_store.BlockStore.open([memory, f"kvwire://{server.address}"]) as client,
     ):
         await client.flush()
 

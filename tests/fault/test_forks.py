@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 import kvwire
+from kvwire_store import BlockStore
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork"), reason="this system has no fork"
@@ -31,7 +32,8 @@ RESET_S = 4.0
 HOLDER = """
 import asyncio, multiprocessing, os, signal, socket, sys, time, warnings, uvloop
 import kvwire
-from kvwire.observe.http import MetricsServer
+from kvwire_store import BlockStore, StoreServer
+from kvwire_store.metrics_server import MetricsServer
 warnings.simplefilter("ignore")  # of forking with threads, which is the point
 
 def helper():
@@ -53,7 +55,7 @@ async def main(how, folder):
         sock.bind(("127.0.0.1", 0))
         metrics = sock.getsockname()[1]
     async with (
-        kvwire.BlockStore.open(["memory:1MiB", f"disk:{folder}/kv?size=2MiB"]) as store,
+        BlockStore.open(["memory:1MiB", f"disk:{folder}/kv?size=2MiB"]) as store,
         kvwire.open(name="holder", inspect=f"{folder}/run") as comm,
     ):
         with MetricsServer(store, f"127.0.0.1:{metrics}"):
@@ -100,7 +102,7 @@ async def test_a_child_keeps_nothing_of_a_parent_that_was_killed(
             try:
                 # What the child has let go of, the parent still has.
                 with pytest.raises(kvwire.UsageError, match=rf"process {process.pid} "):
-                    await kvwire.BlockStore.open(["memory:1MiB", disk])
+                    await BlockStore.open(["memory:1MiB", disk])
                 assert not connection.closed
                 process.kill()
                 process.wait()
@@ -110,7 +112,7 @@ async def test_a_child_keeps_nothing_of_a_parent_that_was_killed(
                 await peer.listen(address)
                 with socket.create_server(("127.0.0.1", int(metrics))):
                     pass
-                async with kvwire.BlockStore.open(["memory:1MiB", disk]):
+                async with BlockStore.open(["memory:1MiB", disk]):
                     pass
                 for path in (tmp_path / "run").iterdir():
                     with (
@@ -153,8 +155,8 @@ with kvwire.Engine(name="a") as a, kvwire.Engine(name="b") as b:
 LOOPS = """
 async def main():
     async with (
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
-        kvwire.StoreServer(store, "127.0.0.1:0"),
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0"),
         kvwire.open(name="a") as a,
         await kvwire.open(name="b") as b,
         await b.connect(await a.listen("127.0.0.1:0")) as c,

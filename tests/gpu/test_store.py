@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire import BlockStore, PagedCache
+from kvwire import PagedCache
+from kvwire_store import BlockStore
 from tests.gpu.devices import LIBRARIES, Gpu
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain

@@ -26,7 +26,9 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import CollectorRegistry, start_http_server
 
 import kvwire
-from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+from kvwire.observe.prometheus import CommunicatorCollector
+from kvwire_store import BlockStore
+from kvwire_store.prometheus import StoreCollector
 from kvwire_vllm.metrics import FIELDS, REASONS, STORE_FIELDS
 from kvwire_vllm.proxy.admission import Admission, RetryBudget
 from kvwire_vllm.proxy.fleet import EngineFleet
@@ -55,7 +57,7 @@ async def exported() -> set[str]:
     proxy = ProxyState(EngineFleet(), Admission(), RetryBudget())
     async with (
         kvwire.open() as communicator,
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+        BlockStore.open(["memory:1MiB"]) as store,
     ):
         families = [
             *CommunicatorCollector(communicator).collect(),
@@ -177,7 +179,7 @@ async def busy_pair() -> AsyncIterator[int]:
     async with (
         kvwire.open(name="prefill-0") as prefill,
         kvwire.open(name="decode-0") as decode,
-        kvwire.BlockStore.open(["memory:64MiB"]) as store,
+        BlockStore.open(["memory:64MiB"]) as store,
     ):
         for one in (prefill, decode):
             registry.register(CommunicatorCollector(one))
@@ -197,7 +199,7 @@ async def busy_pair() -> AsyncIterator[int]:
 
 
 async def _work(
-    prefill: kvwire.Communicator, conn: kvwire.Connection, store: kvwire.BlockStore
+    prefill: kvwire.Communicator, conn: kvwire.Connection, store: BlockStore
 ) -> None:
     """Transfers, of which each tenth is given up, and blocks that come and go."""
     mine, theirs = Memory().cache, Memory().cache

@@ -9,7 +9,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
 import kvwire
-from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+import kvwire_store
+from kvwire.observe.prometheus import CommunicatorCollector
+from kvwire_store.prometheus import StoreCollector
 from tests.support.caches import SPEC, Memory
 from tests.support.certificates import NEAR, Authority
 from tests.support.pairs import connected
@@ -84,7 +86,7 @@ async def test_a_scrape_shows_a_store_its_tiers_and_its_tenants(tmp_path: Path) 
     memory, disk = "memory:1MiB", f"disk:{tmp_path}?size=1MiB"
     hashes = [bytes([i]) * 32 for i in range(3)]
     tenants = ["t?quota=64KiB"]
-    async with kvwire.BlockStore.open([memory, disk], tenants=tenants) as store:
+    async with kvwire_store.BlockStore.open([memory, disk], tenants=tenants) as store:
         value = Scrape(StoreCollector(store, "cache"), store="cache")
         await store.put(hashes[:2], Memory().cache, [0, 1])
         await store.put(hashes[:2], Memory().cache, [0, 1])

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 import kvwire
+import kvwire_store
 from kvwire.observe.inspect import ProcessTrace
 from kvwire.observe.trace import document
 from kvwire.runtime.trace_ring import RINGS
@@ -80,7 +81,7 @@ def test_what_a_transfer_that_was_cut_leaves() -> None:
 async def test_store_calls_are_in_it(tmp_path: Any) -> None:
     cache = Memory().cache
     async with (
-        kvwire.BlockStore.open(["memory:1MiB"]) as store,
+        kvwire_store.BlockStore.open(["memory:1MiB"]) as store,
         kvwire.open(inspect=str(tmp_path / "run")),
     ):
         await store.put([b"one"], cache, [0])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import kvwire
+import kvwire_store
 from kvwire.backend import Link, WindowReader
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.device_staging import DeviceStaging
@@ -23,12 +24,12 @@ from kvwire.kv.plan import Segment
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.records import RequestRecord
 from kvwire.runtime.buffers import BufferTable
-from kvwire.store.server.served import ServedStore
-from kvwire.store.tier_stack import TierStack
 from kvwire.transfers.leg import Leg
 from kvwire.transfers.outgoing import SendFlow
 from kvwire.transfers.registry import Question, TransferRegistry, TransferServices
 from kvwire.transfers.state import OFF_LINK
+from kvwire_store.server.served import ServedStore
+from kvwire_store.tier_stack import TierStack
 
 # --- a communicator -------------------------------------------------------------------
 
@@ -187,12 +188,12 @@ def owed(of: kvwire.Communicator) -> list[Leg]:
     return [leg for leg in registry(of)._owed if leg.state in OFF_LINK]
 
 
-def tiers(of: kvwire.BlockStore) -> TierStack:
+def tiers(of: kvwire_store.BlockStore) -> TierStack:
     """The tiers of a store: its memory, and those below."""
     return of._tiers
 
 
-def served(of: kvwire.StoreServer) -> ServedStore:
+def served(of: kvwire_store.StoreServer) -> ServedStore:
     """What a server shows of its store, and counts."""
     return of._served
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kvwire import BlockStore
+from kvwire_store import BlockStore
 from tests.support import inside
 from tests.support.caches import Filled, chain
 from tests.support.waiting import PATIENCE_S, eventually
@@ -222,7 +222,7 @@ def mooncake_segment(
     """A process whose memory a Mooncake Store has, as long as it lives."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "tests.store.mooncake_segment"),
+            *(sys.executable, "-m", "packages.store.tests.mooncake_segment"),
             *(f"127.0.0.1:{master.port}", str(nbytes)),
         ],
         stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.store.spi import (
+from kvwire_store.spi import (
     HEAD_BYTES,
     Batch,
     BlockResult,

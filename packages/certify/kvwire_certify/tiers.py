@@ -1,4 +1,4 @@
-"""The kit for tiers: the ten promises of :class:`~kvwire.store.tiers.base.Tier`.
+"""The kit for tiers: the ten promises of :class:`~kvwire_store.tiers.base.Tier`.
 
 >>> await check_tier("disk:/tmp/blocks?size=64MiB")
 
@@ -24,7 +24,11 @@ import numpy.typing as npt
 
 from kvwire.aio import gather_all
 from kvwire.kv.spec import KVSpec
-from kvwire.store.spi import (
+from kvwire_certify.conformance.check import Check, Report, require
+from kvwire_certify.conformance.command import show, show_end
+from kvwire_certify.conformance.runner import CheckOptions, run_all
+from kvwire_certify.oracle import content
+from kvwire_store.spi import (
     ABSENT,
     ORDERS,
     UNKNOWN,
@@ -38,12 +42,8 @@ from kvwire.store.spi import (
     as_keys,
     images_in,
 )
-from kvwire.store.tenants import Tenants
-from kvwire.store.tiers.registry import open_tier
-from kvwire_certify.conformance.check import Check, Report, require
-from kvwire_certify.conformance.command import show, show_end
-from kvwire_certify.conformance.runner import CheckOptions, run_all
-from kvwire_certify.oracle import content
+from kvwire_store.tenants import Tenants
+from kvwire_store.tiers.registry import open_tier
 
 OpenTier: TypeAlias = Callable[[], Awaitable[Tier]]
 Away: TypeAlias = Callable[[], AbstractAsyncContextManager[object]]
@@ -617,11 +617,11 @@ async def check_tier(
     timeout_s: float = TIMEOUT_S,
     **options: Unpack[CheckOptions],
 ) -> Report:
-    """Check a tier against the promises of :class:`~kvwire.store.tiers.base.Tier`.
+    """Check a tier against the promises of :class:`~kvwire_store.tiers.base.Tier`.
 
     Args:
-        tier: Its address, as in :meth:`kvwire.BlockStore.open`, or a coroutine function
-            that opens it. It is opened many times, always at the same place.
+        tier: Its address, as in :meth:`kvwire_store.BlockStore.open`, or a coroutine
+            function that opens it. It is opened many times, always at the same place.
         name: Its name in the report; by default its address.
         away: Returns a context within which the tier's service is unreachable. Without
             it, promise 9 is not checked.

@@ -10,7 +10,9 @@ import pytest
 
 from kvwire import UsageError
 from kvwire.kv.blocks import Bits
-from kvwire.store.spi import (
+from kvwire_certify.conformance import CheckFailed
+from kvwire_certify.tiers import check_tier
+from kvwire_store.spi import (
     ABSENT,
     HEAD_BYTES,
     Batch,
@@ -22,9 +24,7 @@ from kvwire.store.spi import (
     Orders,
     views_of,
 )
-from kvwire_certify.conformance import CheckFailed
-from kvwire_certify.tiers import check_tier
-from tests.store.tiers.services import Played, PlayedTier
+from packages.store.tests.tiers.services import Played, PlayedTier
 
 
 class FindsNothing(PlayedTier):

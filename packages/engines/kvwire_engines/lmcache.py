@@ -28,8 +28,8 @@ import numpy as np
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire.kv.paged import PagedCache
-from kvwire.store.pages import PageStore
-from kvwire.store.weights import weights_name
+from kvwire_store.pages import PageStore
+from kvwire_store.weights import weights_name
 
 with needed_by("KvwireL2Adapter", command="pip install lmcache"):
     from lmcache.lmcache_native import Bitmap

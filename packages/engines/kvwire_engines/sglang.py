@@ -25,8 +25,8 @@ import numpy.typing as npt
 
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire.store.pages import PageStore
-from kvwire.store.weights import weights_name
+from kvwire_store.pages import PageStore
+from kvwire_store.weights import weights_name
 
 with needed_by("KvwireHiCacheStorage", command="pip install sglang"):
     import torch

@@ -15,8 +15,7 @@ _WHY = "not installed here; `make test-torch` installs torch and transformers"
 torch = pytest.importorskip("torch", reason=f"torch: {_WHY}")
 transformers = pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
 
-from kvwire import (  # noqa: E402 - after the skip
-    BlockStore,
+from kvwire import (  # noqa: E402
     Outcome,
     PagedCache,
     PrefillRequest,
@@ -32,6 +31,7 @@ from kvwire_engines.transformers import (  # noqa: E402
     check_version,
     kv_spec,
 )
+from kvwire_store import BlockStore  # noqa: E402
 
 BLOCK_TOKENS = 16
 

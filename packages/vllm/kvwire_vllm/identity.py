@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import salt_of
-from kvwire.store.weights import weights_name
+from kvwire_store.weights import weights_name
 from kvwire_vllm.caches import layer_specs
 
 WHOLE_TOKENS: Final = "whole tokens"

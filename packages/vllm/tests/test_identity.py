@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvwire.errors import UsageError
-from kvwire.store.weights import weights_name
+from kvwire_store.weights import weights_name
 from kvwire_vllm.identity import (
     block_order,
     draft_name,

@@ -16,7 +16,7 @@ from kvwire.cli.bench.bare import receive_into
 from kvwire.cli.bench.line import HOST, Line
 from kvwire.cli.bench.turns import Missing
 from kvwire.cli.bench.work import Work
-from kvwire.store.namespace import DIGEST_BYTES
+from kvwire_store.namespace import DIGEST_BYTES
 from tests.programs.bench.store import HASH_BYTES, set_bytes
 from tests.programs.bench.store_peers import FlatBlocks
 from tests.support.servers import Server

@@ -31,10 +31,11 @@ from typing import IO, Any, Final
 import numpy as np
 
 import kvwire
+import kvwire_store
 from kvwire.cli.bench.line import HOST, Line, Seconds, each_timed, turns
 from kvwire.cli.bench.work import LEFT, RIGHT, Pool, Work
 from kvwire.limits import KIB, MIB
-from kvwire.store.limits import STORE_SLOTS_MAX
+from kvwire_store.limits import STORE_SLOTS_MAX
 
 MEMORY: Final = "memory"
 DISK: Final = "disk"
@@ -197,8 +198,8 @@ async def server(line: Line, _: dict[str, Any]) -> None:
         async for turn in turns(line):
             work = turn.work
             if work.nbytes not in addresses:
-                opening = kvwire.BlockStore.open([_memory(work, SETS)])
-                served = kvwire.StoreServer(
+                opening = kvwire_store.BlockStore.open([_memory(work, SETS)])
+                served = kvwire_store.StoreServer(
                     await opened.enter_async_context(opening), f"{HOST}:0"
                 )
                 where = (await opened.enter_async_context(served)).address
@@ -213,10 +214,10 @@ async def server(line: Line, _: dict[str, Any]) -> None:
 class Stock:
     """Blocks of one size: a cache to put from, a cache to get into, and a store."""
 
-    store: kvwire.BlockStore
+    store: kvwire_store.BlockStore
     # The store for gets. With memory in front, gets from a server would find the put's
     # blocks.
-    reader: kvwire.BlockStore
+    reader: kvwire_store.BlockStore
     # The file of a disk tier.
     directory: str
     have: Pool
@@ -269,7 +270,7 @@ class StoreBlocks(BlockMover):
             OBJECT: [_memory(work, 1), f"object:file://{directory}"],
         }[self._options["tier"]]
         opened = [
-            await self._opened.enter_async_context(kvwire.BlockStore.open(tiers))
+            await self._opened.enter_async_context(kvwire_store.BlockStore.open(tiers))
             for _ in range(2 if server else 1)
         ]
         transfer = transfer_of(work)

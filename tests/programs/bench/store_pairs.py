@@ -17,7 +17,7 @@ from kvwire.cli.bench import sides
 from kvwire.cli.bench.bare import receive_into
 from kvwire.cli.bench.line import HOST, Line, Seconds, each_timed, turns
 from kvwire.cli.bench.work import Work
-from kvwire.store.namespace import DIGEST_BYTES
+from kvwire_store.namespace import DIGEST_BYTES
 from tests.programs.bench.store import (
     HASH_BYTES,
     LOOKUPS,

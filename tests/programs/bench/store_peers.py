@@ -15,13 +15,13 @@ import numpy as np
 
 from kvwire.cli.bench.line import Line
 from kvwire.cli.bench.work import Bytes, Work
-from kvwire.store.address import TierAddress
-from kvwire.store.limits import (
+from kvwire_store.address import TierAddress
+from kvwire_store.limits import (
     STORE_BATCH_BYTES,
     STORE_OBJECT_REQUESTS,
     STORE_TIMEOUT_S,
 )
-from kvwire.store.tiers.object import bucket_of
+from kvwire_store.tiers.object import bucket_of
 from tests.programs.bench.store import (
     COLD_GET,
     FLUSHED_PUT,

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-import kvwire
+import kvwire_store
 from kvwire.cli.bench.line import HOST
 from kvwire.cli.bench.work import Work
 from kvwire.limits import KIB, MIB
@@ -122,9 +122,9 @@ async def count(verb: str, nbytes: int) -> Counts:
     """Count one block's put or get at a server, over tcp."""
     work = Work(verb=verb, nbytes=nbytes, count=40, layers=16, blocks=1)
     async with AsyncExitStack() as opened:
-        opening = kvwire.BlockStore.open(["memory:64MiB"])
+        opening = kvwire_store.BlockStore.open(["memory:64MiB"])
         store = await opened.enter_async_context(opening)
-        server = kvwire.StoreServer(store, f"{HOST}:0")
+        server = kvwire_store.StoreServer(store, f"{HOST}:0")
         address = (await opened.enter_async_context(server)).address
         blocks = StoreBlocks({"tier": SERVER}, opened)
         for _ in range(2):  # the first one warms up

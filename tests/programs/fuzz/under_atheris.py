@@ -15,7 +15,7 @@ _INSTRUMENTED = [
         "kvwire.transfers.offer",
         "kvwire.kv",
     ),
-    *("kvwire.transfers.incoming", "kvwire.store.server.messages", "kvwire.memory"),
+    *("kvwire.transfers.incoming", "kvwire_store.server.messages", "kvwire.memory"),
     *("kvwire_local", "kvwire_tcp", "kvwire_ucx", "kvwire_nccl"),
 ]
 

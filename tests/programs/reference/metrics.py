@@ -9,7 +9,9 @@ from typing import Final
 from prometheus_client.registry import Collector
 
 import kvwire
-from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+import kvwire_store
+from kvwire.observe.prometheus import CommunicatorCollector
+from kvwire_store.prometheus import StoreCollector
 from kvwire_vllm.proxy.admission import Admission, RetryBudget
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
@@ -24,7 +26,8 @@ _INTRODUCTION: Final = """\
 ```python
 from prometheus_client import REGISTRY
 
-from kvwire.observe.prometheus import CommunicatorCollector, StoreCollector
+from kvwire.observe.prometheus import CommunicatorCollector
+from kvwire_store.prometheus import StoreCollector
 
 REGISTRY.register(CommunicatorCollector(communicator))
 REGISTRY.register(StoreCollector(store, "prefix-cache"))
@@ -43,7 +46,7 @@ async def _page() -> str:
     proxy = ProxyState(EngineFleet(), Admission(), RetryBudget())
     async with (
         kvwire.open() as communicator,
-        kvwire.BlockStore.open(["memory:1MiB"], tenants=["a"]) as store,
+        kvwire_store.BlockStore.open(["memory:1MiB"], tenants=["a"]) as store,
     ):
         return "\n".join(
             (

@@ -39,7 +39,7 @@ import numpy as np
 
 from kvwire.aio import end_task
 from kvwire.directory import Record
-from kvwire.store.tiers.sharded import placed, seed_of
+from kvwire_store.tiers.sharded import placed, seed_of
 from kvwire_vllm import announce
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.engines import VllmEngine

@@ -171,7 +171,7 @@ CHECKS = (
             "packages/certify/kvwire_certify/targets/",
             "packages/certify/kvwire_certify/conformance/",
             "packages/certify/kvwire_certify/tiers.py",
-            *(f"kvwire/store/tiers/{name}.py" for name in _TIERS),
+            *(f"packages/store/kvwire_store/tiers/{name}.py" for name in _TIERS),
             *(f"kvwire/directory/{name}.py" for name in _DIRECTORIES),
         ),
         find=check.each(cancel_safety),

@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 import kvwire
+import kvwire_store
 from tests.support.wrong_uses.things import ME, SPEC, Things, grant
 
 Step = Callable[[Things], Any]
@@ -86,14 +87,14 @@ def _engine_closed() -> None:
 
 async def _store(verb: str, hashes: list[Any], cache: Any) -> None:
     """Call a store with one tier."""
-    async with kvwire.BlockStore.open(["memory:1MiB"]) as store:
+    async with kvwire_store.BlockStore.open(["memory:1MiB"]) as store:
         await getattr(store, verb)(hashes, cache, [0])
 
 
 async def _no_store(t: Things) -> Any:
     where = await t.b.listen("127.0.0.1:0")
     tier = f"kvwire://127.0.0.1:{where.port}?timeout=0.3"
-    async with kvwire.BlockStore.open([tier]) as opened:
+    async with kvwire_store.BlockStore.open([tier]) as opened:
         return await opened.get([b"h"], t.kv, [0])
 
 

@@ -9,17 +9,17 @@ from msgspec import Meta
 
 from kvwire.config import Seconds
 from kvwire.errors import UsageError
-from kvwire.store.address import TierAddress
-from kvwire.store.store import Write
+from kvwire_store.address import TierAddress
+from kvwire_store.store import Write
 
 
 class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings for an engine's use of a store.
 
     Attributes:
-        tiers: As in :meth:`kvwire.BlockStore.open`; ``{rank}`` in a tier is replaced by
-            the rank.
-        write: When a save is complete; as in :meth:`kvwire.BlockStore.open`.
+        tiers: As in :meth:`kvwire_store.BlockStore.open`; ``{rank}`` in a tier is
+            replaced by the rank.
+        write: When a save is complete; as in :meth:`kvwire_store.BlockStore.open`.
         fingerprint: Names the weights, including a draft model's; "" for a name derived
             from the files' content.
         save_hold_s: How long an ended request's blocks are held for a slow store.

@@ -19,9 +19,9 @@ from typing import Any, ClassVar, Final
 
 from kvwire.errors import UsageError, without_password
 from kvwire.extras import needed_by
-from kvwire.store.pages import PageStore
-from kvwire.store.store import Write
-from kvwire.store.weights import weights_name
+from kvwire_store.pages import PageStore
+from kvwire_store.store import Write
+from kvwire_store.weights import weights_name
 from kvwire_vllm.release import check_release
 
 with needed_by("KvwireTier", command="pip install 'vllm<0.34'"):
@@ -40,8 +40,8 @@ class KvwireTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typ
         offloading_spec: vLLM's own spec.
         primary_kv_view: vLLM's memory, one row per chunk.
         tier_type: The name that vLLM uses.
-        tiers: As in :meth:`kvwire.BlockStore.open`.
-        write: As in :meth:`kvwire.BlockStore.open`.
+        tiers: As in :meth:`kvwire_store.BlockStore.open`.
+        write: As in :meth:`kvwire_store.BlockStore.open`.
         name: Distinguishes models and layouts; engines that share a store use the same
             name. By default it is derived from weights, layout and ranks.
         backpressure_detector: vLLM's own detector.

@@ -16,8 +16,8 @@ from typing import Any, Final, TypeVar
 
 from kvwire import PagedCache
 from kvwire.errors import KVWireError, error_text
-from kvwire.store.pages import Unsaved, open_store, require_room
-from kvwire.store.store import access_to
+from kvwire_store.pages import Unsaved, open_store, require_room
+from kvwire_store.store import access_to
 from kvwire_vllm.caches import CacheShape, layer_caches
 from kvwire_vllm.metrics import Observed
 from kvwire_vllm.store.config import StoreSettings

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvwire import BlockStore
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.hashing import HashScheme
+from kvwire_store import BlockStore
 from kvwire_vllm.store.config import StoreSettings
 from kvwire_vllm.store.lookup import Lookup, address_file
 from kvwire_vllm.store.scheduler import (
@@ -118,7 +118,7 @@ def test_a_load_that_fails_is_told_and_ends_nothing(
         raise BackendUnavailable("the device does not work")
 
     with worker(tmp_path) as made:
-        monkeypatch.setattr("kvwire.BlockStore.get", fail)
+        monkeypatch.setattr("kvwire_store.BlockStore.get", fail)
         made.load()
         assert made.loaded()
         assert made.side.take_errors() == set(INTO)
@@ -142,7 +142,7 @@ def test_a_save_that_fails_ends_nothing(
 
     with worker(tmp_path) as made:
         with monkeypatch.context() as patched:
-            patched.setattr("kvwire.BlockStore.put", fail)
+            patched.setattr("kvwire_store.BlockStore.put", fail)
             made.save()
             assert made.freed()
         made.load()

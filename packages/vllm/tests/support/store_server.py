@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvwire.config import Config
 from kvwire.errors import KVWireError
-from kvwire.store.server.client import ask_report
+from kvwire_store.server.client import ask_report
 from packages.vllm.tests.support.serving import Process
 from tests.support.servers import free_port
 from tests.support.waiting import eventually

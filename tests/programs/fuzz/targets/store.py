@@ -6,9 +6,9 @@ The first byte says who reads; the rest is the message.
 from __future__ import annotations
 
 from kvwire.errors import UsageError
-from kvwire.store.limits import STORE_KEYS_MAX
-from kvwire.store.namespace import ORDERS
-from kvwire.store.server import messages
+from kvwire_store.limits import STORE_KEYS_MAX
+from kvwire_store.namespace import ORDERS
+from kvwire_store.server import messages
 
 
 def run(data: bytes) -> int:

@@ -1,0 +1,380 @@
+"""A client of a store server: requests, answers and redialling.
+
+Without an active connection a request fails at once, with the reason, so an engine
+continues without its store. A connection may end by itself. The client ends it if the
+server does not answer within a request's deadline. The client then redials, after
+pauses that grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from typing import Any
+
+import kvwire
+from kvwire.aio import Upkeep, run_to_completion
+from kvwire.config import Config
+from kvwire.errors import (
+    ConnectError,
+    ConnectionClosed,
+    ConnectionLost,
+    DeadlineExceeded,
+    HandshakeTimeout,
+    KVWireError,
+    RequestError,
+    UsageError,
+    error_text,
+)
+from kvwire.spi import common_version, version_mismatch
+from kvwire_store.host_blocks import HostBlocks
+from kvwire_store.limits import (
+    STORE_GRACE_S,
+    STORE_REDIAL_S,
+    STORE_REDIAL_S_MAX,
+    STORE_REQUEST_BYTES_MAX,
+    STORE_TIMEOUT_S,
+    STORE_VERB_TIMEOUT_S,
+)
+from kvwire_store.placement import Placement, Verb
+from kvwire_store.server.host_windows import HostWindows
+from kvwire_store.server.messages import (
+    TAG,
+    VERSIONS,
+    AnswerT,
+    Apply,
+    ClientMessage,
+    Delete,
+    Names,
+    NamespaceText,
+    NumberedReply,
+    NumberedRequest,
+    Stats,
+    StatsReport,
+    StoreDone,
+    StoreHello,
+    VerbDone,
+    Welcome,
+    decode_reply,
+    encode,
+)
+
+logger: logging.Logger = logging.getLogger("kvwire.store")
+
+
+async def ask_report(address: str, config: Config) -> StatsReport:
+    """Return a server's report: its tiers, clients and counts.
+
+    Cancel safety: safe, nothing stays connected.
+    """
+    async with _connected(address, config) as active:
+        return await active.call(Stats(1), StatsReport)
+
+
+async def delete_all(address: str, config: Config, tenant: str) -> int:
+    """Delete all blocks of a tenant from a server; return their number.
+
+    Cancel safety: safe, it may be called again.
+    """
+    async with _connected(address, config) as active:
+        done = await active.call(Delete(1, None, tenant=tenant), StoreDone)
+        if done.reason:
+            raise KVWireError(f"{address}: {done.reason}")
+        return done.deleted
+
+
+@asynccontextmanager
+async def _connected(address: str, config: Config) -> AsyncIterator[ActiveConnection]:
+    config = config.replace(message_bytes=STORE_REQUEST_BYTES_MAX, resume=False)
+    async with kvwire.open(config) as communicator:
+        client = StoreClient(
+            communicator, address, STORE_TIMEOUT_S, lambda: None, in_place=False
+        )
+        try:
+            await client.open()
+            yield client.now()
+        finally:
+            await run_to_completion(client.close())
+
+
+class ActiveConnection:
+    """Sends requests over one connection, from the server's welcome to its end."""
+
+    def __init__(
+        self, connection: kvwire.Connection, welcome: Welcome, timeout_s: float
+    ) -> None:
+        self.connection = connection
+        self.welcome = welcome
+        self._timeout_s = timeout_s
+        self._within = timedelta(seconds=timeout_s)
+        self._requests = asyncio.Semaphore(welcome.requests)
+        self.berths: asyncio.Semaphore = asyncio.Semaphore(welcome.berths)
+        # The numbers of requests, and of the messages that carry their blocks.
+        self.numbers: Iterator[int] = count(1)
+        self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
+        self.windows: HostWindows | None = None
+        # The server's blocks, once its memory is mapped here.
+        self.mapped: HostBlocks | None = None
+        # Called with the first answer.
+        self.works: Callable[[], object] | None = None
+
+    async def close_windows(self) -> None:
+        """Stop reading in place; running copies keep their memory mapped.
+
+        Cancel safety: safe, they are closed either way.
+        """
+        if self.windows is not None:
+            windows = self.windows
+            self.windows = None
+            self.mapped = None
+            await windows.close()
+
+    async def tell(self, request: ClientMessage) -> None:
+        """Send a message without an answer.
+
+        Cancel safety: safe, it is sent or not.
+        """
+        await self.connection.send(TAG, encode(request), deadline=self._within)
+
+    async def call(
+        self,
+        request: NumberedRequest,
+        kind: type[AnswerT],
+        timeout_s: float | None = None,
+    ) -> AnswerT:
+        """Send a request, and wait for its answer within a timeout.
+
+        Cancel safety: safe, the answer is dropped when it arrives.
+        """
+        async with self._requests:
+            loop = asyncio.get_running_loop()
+            answer = loop.create_future()
+            self._answers[request.number] = answer  # bounded by the server's requests
+            timeout_s = timeout_s or self._timeout_s
+            late = loop.call_later(timeout_s + STORE_GRACE_S, _expire, answer)
+            try:
+                await self.connection.send(TAG, encode(request), deadline=self._within)
+                found = await answer
+            except TimeoutError:
+                error = DeadlineExceeded(f"no answer within {timeout_s:g} s")
+                self.connection.abort(str(error))
+                raise error from None
+            except KVWireError:
+                if answer.done():
+                    answer.exception()  # not retrieved yet if the send has failed
+                raise
+            finally:
+                late.cancel()
+                self._answers.pop(request.number, None)
+                # The exception refers to this frame and so to the moved blocks, in a
+                # cycle.
+                del answer
+        if not isinstance(found, kind):
+            self.connection.abort(
+                f"{type(found).__name__} does not answer this request"
+            )
+            raise ConnectionLost(
+                "the server sent an answer that does not match the request"
+            )
+        return found
+
+    async def apply(
+        self, verb: Verb, names: Names, namespace: NamespaceText
+    ) -> Placement:
+        """Let the server execute a verb.
+
+        Raises:
+            KVWireError: The server did not execute it, or the connection has ended.
+
+        Cancel safety: safe, the server may go on.
+        """
+        request = Apply.of(next(self.numbers), verb, names, namespace)
+        placed = await self.call(request, VerbDone, STORE_VERB_TIMEOUT_S)
+        if placed.reason:
+            raise UsageError(placed.reason)
+        if len(placed.states) != len(names):
+            self.connection.abort(f"{len(placed.states)} states of {len(names)} blocks")
+            raise ConnectionLost("the server answered for other blocks than requested")
+        return placed.placement
+
+    async def listen(self) -> None:
+        """Receive answers until the connection ends; then fail the waiting requests.
+
+        Cancel safety: the waiting requests fail.
+        """
+        why = "the client was closed"
+        lives = True
+        try:
+            while True:
+                raw: Any = await self.connection.recv(TAG)
+                reply = decode_reply(raw)
+                if not isinstance(reply, NumberedReply):
+                    raise UsageError("the server sent a second welcome")
+                if self.works is not None:
+                    self.works()
+                    self.works = None
+                waiting = self._answers.pop(reply.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+        except KVWireError as exc:
+            why = str(exc)
+            raise
+        except GeneratorExit:  # the loop was dropped, with everything that waits
+            lives = False
+            raise
+        finally:
+            if lives:
+                self._end(why)
+                await self.close_windows()
+
+    def _end(self, why: str) -> None:
+        """Fail every waiter, from a frame that no traceback references."""
+        self.connection.abort(why)
+        for waiting in self._answers.values():
+            if not waiting.done():
+                # A separate exception for each waiter, since it collects the frames
+                # that it passes.
+                waiting.set_exception(ConnectionLost(why))
+
+
+def _expire(answer: asyncio.Future[NumberedReply]) -> None:
+    if not answer.done():
+        answer.set_exception(TimeoutError())
+
+
+class StoreClient:
+    """Keeps a connection to a server, and redials after a loss. One event loop."""
+
+    def __init__(
+        self,
+        communicator: kvwire.Communicator,
+        address: str,
+        timeout_s: float,
+        changed: Callable[[], None],
+        *,
+        in_place: bool = True,
+    ) -> None:
+        self.reason: str = "it has not been dialled yet"
+        self.active: ActiveConnection | None = None
+        self._communicator = communicator
+        self._address = address
+        self._timeout_s = timeout_s
+        self._changed = changed
+        # Whether a server on this host is read in place.
+        self._in_place = in_place
+        self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
+
+    def now(self) -> ActiveConnection:
+        """Return the active connection, or raise the reason why there is none."""
+        if self.active is None:
+            raise ConnectionLost(self.reason)
+        return self.active
+
+    async def open(self) -> None:
+        """Dial for the first time; if the server is down, redial later.
+
+        Raises:
+            KVWireError: Dialling again would not help: the address or the key is wrong.
+
+        Cancel safety: safe, nothing stays connected.
+        """
+        first: ActiveConnection | None = None
+        try:
+            first = await self._dial()
+        except (ConnectError, ConnectionClosed, HandshakeTimeout, RequestError) as exc:
+            self._went_down(exc)
+        self._upkeep.start(partial(self._keep, first))
+
+    async def close(self) -> None:
+        """End the connection, and stop dialling.
+
+        Cancel safety: safe, it may be called again.
+        """
+        active = self.active
+        await self._upkeep.close()
+        if active is not None:  # it may not have started to listen
+            await active.close_windows()
+
+    # --- inside -----------------------------------------------------------------------
+
+    async def _keep(self, active: ActiveConnection | None) -> None:
+        """Receive answers while connected, and redial otherwise."""
+        async for _ in self._upkeep:
+            try:
+                await (active or await self._dial()).listen()
+            except KVWireError as exc:
+                self._went_down(exc)
+                active = None
+
+    async def _dial(self) -> ActiveConnection:
+        connection = await self._communicator.connect(
+            self._address, timeout_s=self._timeout_s
+        )
+        try:
+            active = await self._welcomed(connection)
+        except BaseException as exc:
+            connection.abort(str(exc))
+            raise
+        self.active = active
+        self.reason = ""
+        # Pauses become short again only after the server has answered a request.
+        active.works = self._upkeep.back
+        self._changed()
+        return active
+
+    async def _welcomed(self, connection: kvwire.Connection) -> ActiveConnection:
+        within = timedelta(seconds=self._timeout_s)
+        await connection.send(TAG, encode(StoreHello(*VERSIONS)), deadline=within)
+        try:
+            welcome = decode_reply(await connection.recv(TAG, deadline=within))
+        except DeadlineExceeded:
+            raise DeadlineExceeded(
+                f"no welcome within {self._timeout_s:g} s: {self._address} speaks "
+                f"kvwire, but is stuck or is not a store server"
+            ) from None
+        if not isinstance(welcome, Welcome):
+            raise UsageError(
+                f"the server's first message is {type(welcome).__name__}, not a welcome"
+            )
+        theirs = welcome.version, welcome.version
+        if not common_version(VERSIONS, theirs):
+            raise version_mismatch(VERSIONS, theirs, "the store server")
+        active = ActiveConnection(connection, welcome, self._timeout_s)
+        if self._in_place:
+            await self._open_windows(active)
+        return active
+
+    async def _open_windows(self, active: ActiveConnection) -> None:
+        """Read the server's memory in place as soon as that is possible."""
+        welcome = active.welcome
+        if not welcome.slab_bytes:
+            return
+        try:
+            active.windows = await HostWindows.open(
+                active.connection,
+                welcome.slab_bytes,
+                alone=welcome.alone,
+                timeout_s=self._timeout_s,
+            )
+        except KVWireError as exc:
+            logger.info("the store server is not read in place: %s", exc)
+            return
+        active.windows.blocks.add_done_callback(partial(self._mapped, active))
+
+    def _mapped(
+        self, active: ActiveConnection, blocks: asyncio.Future[HostBlocks]
+    ) -> None:
+        if not blocks.cancelled():
+            active.mapped = blocks.result()
+            self._changed()
+
+    def _went_down(self, error: Exception) -> None:
+        self.active = None
+        self.reason = error_text(error)
+        self._upkeep.lost(self.reason)
+        self._changed()

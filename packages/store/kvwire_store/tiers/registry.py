@@ -1,0 +1,107 @@
+"""The kinds of tiers below memory, by the scheme of their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import metadata
+from typing import Final
+
+from kvwire.errors import BackendUnavailable, UsageError
+from kvwire.extras import PlugInError, plug_in
+from kvwire_store.address import TierAddress
+from kvwire_store.tenants import Tenants
+from kvwire_store.tiers.base import Tier
+from kvwire_store.tiers.coded import REDIS, codec_of
+from kvwire_store.tiers.disk import DiskTier
+from kvwire_store.tiers.object import ObjectTier
+from kvwire_store.tiers.remote import RemoteTier
+from kvwire_store.tiers.sharded import ShardedTier
+
+ELSEWHERE: Final = frozenset({"kvwire", "object", "mooncake", *REDIS})
+"""Kinds that may be the only tier, because other processes have their blocks too."""
+GROUP: Final = "kvwire_store.tiers"
+"""The entry-point group for kinds from other distributions; names are schemes."""
+PASSAGE: Final = "memory:256MiB"
+"""The memory that blocks pass through if there is no memory tier: a few batches."""
+
+
+async def _open_kvwire(address: TierAddress) -> Tier:
+    """Open one server by its address, or many by a selector."""
+    if "=" in address.place or "directory" in address.options:
+        return await ShardedTier.open(address)
+    return await RemoteTier.open(address)
+
+
+async def _open_redis(address: TierAddress) -> Tier:
+    from kvwire_store.tiers.redis import RedisTier  # noqa: PLC0415 - an extra
+
+    return await RedisTier.open(address)
+
+
+async def _open_mooncake(address: TierAddress) -> Tier:
+    from kvwire_store.tiers.mooncake import MooncakeTier  # noqa: PLC0415 - an extra
+
+    return await MooncakeTier.open(address)
+
+
+# Kinds whose blocks another program keeps: that program limits tenants, not this store.
+_KINDS: Final[dict[str, Callable[[TierAddress], Awaitable[Tier]]]] = {
+    "kvwire": _open_kvwire,
+    "object": ObjectTier.open,
+    "mooncake": _open_mooncake,
+    **dict.fromkeys(REDIS, _open_redis),
+}
+
+
+async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:
+    """Open one tier, with the tenants that share it.
+
+    Cancel safety: nothing stays open.
+    """
+    try:
+        return await _open(address, tenants)
+    except ModuleNotFoundError as exc:
+        raise BackendUnavailable(f"tier {address.text!r}: {exc}") from exc
+
+
+async def _open(address: TierAddress, tenants: Tenants) -> Tier:
+    codec = codec_of(address)
+    if codec is not None:
+        codec.require()
+    if address.scheme == "disk":
+        return await DiskTier.open(address, tenants)
+    if address.scheme in _KINDS:
+        return await _KINDS[address.scheme](address)
+    scheme = address.scheme
+    try:
+        cls = plug_in(GROUP, scheme, Tier)
+    except PlugInError as exc:
+        raise BackendUnavailable(f"tier {address.text!r}{exc}") from exc
+    if cls is None:
+        others = sorted(set(metadata.entry_points(group=GROUP).names))
+        known = ", ".join(("memory", "disk", *_KINDS, *others))
+        raise UsageError(
+            f"tier {address.text!r}: unknown kind {scheme!r}; the kinds are {known}"
+        )
+    tier: Tier = await cls.open(address)
+    return tier
+
+
+def one_loss(addresses: Sequence[TierAddress]) -> str:
+    """Return the common lossy codec of these tiers; "" if none is lossy.
+
+    All tiers have to agree, because blocks move between them: one tier's loss would
+    otherwise be stored in another as if it were exact.
+    """
+    codecs = {address.text: codec_of(address) for address in addresses}
+    lossy = {
+        text: codec.name if codec is not None and codec.lossy else ""
+        for text, codec in codecs.items()
+    }
+    if len(set(lossy.values())) > 1:
+        listed = ", ".join(f"{t} has {n or 'none'}" for t, n in lossy.items())
+        raise UsageError(
+            "tiers: blocks move between tiers, so if one codec loses bits, all tiers "
+            f"below memory must use it; {listed}"
+        )
+    return max(lossy.values(), default="")

@@ -1,0 +1,538 @@
+"""A tier in another process: ``kvwire://host:port``, which a store server serves.
+
+Images move out of the store's memory and into it without a copy on this side. While the
+server cannot be reached, calls fail at once with a reason; see
+:mod:`kvwire_store.server.client`. Each block has its own result: blocks that had landed
+before a server died stay landed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
+
+import numpy as np
+
+import kvwire
+from kvwire.aio import run_to_completion, start_task
+from kvwire.config import Config
+from kvwire.errors import ConnectionLost, KVWireError, UsageError, error_text
+from kvwire.kv.blocks import Bits, Ids, any_of
+from kvwire.kv.fragments import Fragments
+from kvwire.limits import EAGER_BYTES_MAX
+from kvwire.memory.copy import copy
+from kvwire_store.address import TierAddress
+from kvwire_store.cleanup import drain_or_abort
+from kvwire_store.images import line_of, payload_of
+from kvwire_store.keys import Keys, Orders
+from kvwire_store.limits import (
+    STORE_INLINE_BYTES,
+    STORE_KEYS_MAX,
+    STORE_REQUEST_BYTES_MAX,
+    STORE_TIMEOUT_S,
+    STORE_TIMEOUT_S_MAX,
+    STORE_TOUCHES_S,
+)
+from kvwire_store.namespace import ABSENT, UNKNOWN, Namespace
+from kvwire_store.placement import BlockState, Placement, Placing, Verb
+from kvwire_store.server.client import ActiveConnection, StoreClient
+from kvwire_store.server.messages import (
+    Delete,
+    Find,
+    Flush,
+    Found,
+    Get,
+    Names,
+    NamespaceText,
+    Put,
+    StoreDone,
+    Touch,
+    namespace_told,
+    payload_tag,
+    text_of,
+)
+from kvwire_store.tiers.base import (
+    FAILED,
+    LANDED,
+    REFUSED,
+    Batch,
+    BlockResults,
+    Tier,
+    Touches,
+    all_landed,
+)
+
+_READ_ONLY: Final = "this server is read-only"
+
+
+class RemoteTier(Tier):
+    """Keeps blocks at a store server. Made by :meth:`open`."""
+
+    durable: bool = False
+    asks: bool = False
+    at_once_bytes: int = STORE_INLINE_BYTES
+
+    def __init__(
+        self, name: str, communicator: kvwire.Communicator, where: str, timeout_s: float
+    ) -> None:
+        super().__init__(name)
+        self.error = ""
+        self._communicator = communicator
+        self._timeout_s = timeout_s
+        self._client = StoreClient(communicator, where, timeout_s, self._changed)
+        self._touches = Touches()
+        self._within = timedelta(seconds=timeout_s)
+        # Reports uses, unless a request does so first; and counts of reads in place.
+        self._telling: asyncio.TimerHandle | None = None
+        self._read_blocks = 0
+        self._read_bytes = 0
+
+    @classmethod
+    async def open(cls, address: TierAddress) -> RemoteTier:
+        """Open a tier: ``kvwire://HOST:PORT?psk_file=FILE&timeout=SECONDS``.
+
+        Instead of a key: ``tls_cert_file``, ``tls_key_file``, ``tls_ca_file`` and
+        ``tls_peers`` (with commas between them), as in :class:`kvwire.Config`.
+
+        ``KVWIRE_*`` environment variables also apply, as for every communicator. If the
+        server cannot be reached, ``error`` has the reason, and it is redialled.
+
+        Cancel safety: nothing stays open.
+        """
+        address.require(*OPTIONS)
+        if not address.place.startswith("//"):
+            raise UsageError(f"tier {address.text!r}: write kvwire://HOST:PORT")
+        timeout_s = address.number("timeout", STORE_TIMEOUT_S, STORE_TIMEOUT_S_MAX)
+        communicator = await kvwire.open(client_config(address))
+        where = address.place.removeprefix("//")
+        tier = cls(address.text, communicator, where, timeout_s)
+        try:
+            await tier.dial()
+        except BaseException as exc:
+            await run_to_completion(communicator.close())
+            if isinstance(exc, KVWireError):
+                raise UsageError(f"tier {address.text!r}: {exc}") from exc
+            raise
+        return tier
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server can be reached at the moment."""
+        return self._client.active is not None
+
+    @property
+    def taking(self) -> bool:
+        active = self._client.active
+        return active is not None and not active.welcome.read_only
+
+    async def holds(self, keys: Keys) -> Bits:
+        """See Tier. If a server has lower tiers, blocks only in memory do not count."""
+        held: Bits = await self.find(keys, kept=True) != ABSENT
+        return held
+
+    async def find(self, keys: Keys, *, kept: bool = False) -> Orders:
+        """Return the order of each block's image, or ``ABSENT``.
+
+        Needs one round trip, unless the server's memory is read in place and that
+        suffices.
+
+        Args:
+            keys: The blocks' keys.
+            kept: Ignore blocks that are only in the memory of a server with tiers
+                below it.
+        """
+        mapped = self.mapped
+        if mapped is None or (kept and not mapped.alone):
+            orders = np.full(keys.size, ABSENT, np.uint8)
+        else:
+            orders = mapped.orders(keys)
+            if mapped.complete or not any_of(orders == ABSENT):
+                return orders
+        lacking = (orders == ABSENT).nonzero()[0]
+        try:
+            active = self._client.now()
+            await self._tell_touches(active)
+            for part in _by_width(keys[lacking]):
+                which = lacking[part]
+                find = Find(next(active.numbers), Names.of(keys[which]), kept)
+                found = (await active.call(find, Found)).table
+                if found.size != which.size:
+                    raise _lie(active, f"{found.size} orders of {which.size} blocks")
+                orders[which] = found
+            self.reason: str = ""
+        except KVWireError as exc:
+            self.error = self.reason = error_text(exc)
+        return orders
+
+    def touch(self, keys: Keys) -> None:
+        """Record a use, which is sent with the next request.
+
+        If the server's memory is read in place, the next request may be far off. Then
+        the recorded uses are sent together after a short time.
+        """
+        self._touches.add(keys)
+        if self.mapped is not None and self._telling is None:
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_later(STORE_TOUCHES_S, self._tell_soon)
+
+    def read_in_place(self, blocks: int, nbytes: int) -> None:
+        self._counts.read_blocks += blocks
+        self._read_blocks += blocks
+        self._read_bytes += nbytes
+
+    async def delete(self, keys: Keys) -> None:
+        """Delete blocks of this client's tenant."""
+        for which in _by_width(keys):
+            await self._delete(Names.of(keys[which]))
+
+    async def delete_namespace(self, digest: bytes) -> None:
+        await self._delete(None, digest)
+
+    async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
+        """See Tier. A prefetch copies blocks into the server's own memory."""
+        placing = Placing(keys.size)
+        text = text_of(namespace)
+        for which in _by_width(keys):
+            names = Names.of(keys[which])
+            try:
+                told = await self._client.now().apply(verb, names, text)
+            except UsageError as exc:
+                placing.rule(which, BlockState.REFUSED, f"{self.name}: {exc}")
+            except KVWireError as exc:
+                why = f"{self.name}: {error_text(exc)}"
+                placing.rule(which, BlockState.DEFERRED, why)
+            else:
+                placing.place(which, told)
+        return placing.end()
+
+    def namespaces(self) -> Iterable[Namespace]:
+        active = self._client.active
+        return tuple(_namespaces(active.welcome.namespaces)) if active else ()
+
+    async def flush(self) -> None:
+        try:
+            active = self._client.now()
+            await self._tell_touches(active)
+            flush = Flush(next(active.numbers))
+            self.error = (await active.call(flush, StoreDone)).reason
+        except KVWireError as exc:
+            self.error = error_text(exc)
+        if self.error:
+            raise OSError(f"{self.name}: {self.error}")
+
+    async def close(self) -> None:
+        try:
+            await self.hang_up()
+        finally:
+            await self._communicator.close()
+
+    async def dial(self) -> None:
+        """Connect for the first time, and again whenever the connection is lost.
+
+        Raises:
+            KVWireError: Dialling again would not help: the address or the key is wrong.
+
+        Cancel safety: safe, nothing stays connected.
+        """
+        await self._client.open()
+
+    async def hang_up(self) -> None:
+        """Close the connection, but not the communicator, which others may share.
+
+        Cancel safety: safe, it may be called again.
+        """
+        if self._telling is not None:
+            self._telling.cancel()
+        await self._client.close()
+
+    # --- inside -----------------------------------------------------------------------
+
+    async def _delete(self, names: Names | None, digest: bytes = b"") -> None:
+        """Let the server delete blocks."""
+        try:
+            active = self._client.now()
+            delete = Delete(next(active.numbers), names, digest)
+            done = await active.call(delete, StoreDone)
+        except KVWireError as exc:
+            raise OSError(f"{self.name}: {error_text(exc)}") from exc
+        if done.reason:
+            raise OSError(f"{self.name}: {done.reason}")
+
+    def _changed(self) -> None:
+        """React to a connection, a mapping or a loss of the server."""
+        active = self._client.active
+        self.error = self.reason = self._client.reason
+        self.mapped = None if active is None else active.mapped
+        # If its blocks are only in memory, the mapped index nearly always suffices.
+        alone = self.mapped is not None and self.mapped.alone
+        self.asks = active is not None and not alone
+        if active is not None:
+            welcome = active.welcome
+            self.durable = welcome.durable
+            self.error = _READ_ONLY if welcome.read_only else ""
+
+    def _tell_soon(self) -> None:
+        """Start to send the recorded uses; see ``touch``."""
+        self._telling = None
+        if self._client.active is not None and self._touches.used:
+            start_task(self._tell_or_lose(self._client.active))
+
+    async def _tell_or_lose(self, active: ActiveConnection) -> None:
+        # A lost connection is reported by the next call that needs it.
+        with suppress(KVWireError):
+            await self._tell_touches(active)
+
+    async def _tell_touches(self, active: ActiveConnection) -> None:
+        touched = self._touches.take()
+        for which in _by_width(touched):
+            read = self._read_blocks, self._read_bytes
+            self._read_blocks = 0
+            self._read_bytes = 0
+            await active.tell(Touch(Names.of(touched[which]), *read))
+
+    def _write(
+        self, namespace: Namespace, batch: Batch
+    ) -> Coroutine[Any, Any, BlockResults]:
+        return self._move(namespace, batch, batch.orders, self._put)
+
+    def _read(
+        self, namespace: Namespace, batch: Batch
+    ) -> Coroutine[Any, Any, BlockResults]:
+        alike = np.zeros(batch.keys.size, np.uint8)
+        return self._move(namespace, batch, alike, self._get)
+
+    def too_large(self, namespace: Namespace) -> str:
+        active = self._client.active
+        if active is None or namespace.image_bytes <= active.welcome.berth_bytes:
+            return ""
+        return (
+            f"a block of {namespace.image_bytes} bytes is more than the "
+            f"{active.welcome.berth_bytes} that this server moves at once; "
+            f"start it with a larger --berth"
+        )
+
+    async def _move(
+        self, namespace: Namespace, batch: Batch, kinds: Orders, step: _Step
+    ) -> BlockResults:
+        """Move a batch in parts of one kind, none larger than the server's berths."""
+        results = np.empty(batch.keys.size, np.uint8)
+        results.fill(FAILED)
+        try:
+            active = self._client.active or self._client.now()
+            most = active.welcome.berth_bytes // namespace.image_bytes
+            if error := self.too_large(namespace):
+                self.error = error
+                return np.full(batch.keys.size, REFUSED, np.uint8)
+            if self._touches.used:
+                await self._tell_touches(active)
+            if batch.keys.size == 1:
+                async with active.berths:
+                    results = await step(active, namespace, batch)
+            else:
+                for which, part in _parts(batch, kinds, min(most, STORE_KEYS_MAX)):
+                    async with active.berths:
+                        results[which] = await step(active, namespace, part)
+                        batch.orders[which] = part.orders
+                        batch.tell(which, part)
+        except KVWireError as exc:
+            self.error = error_text(exc)
+        whole = all_landed(results)
+        self._touches.moved(batch.keys if whole else batch.keys[results == LANDED])
+        return results
+
+    async def _put(
+        self, active: ActiveConnection, namespace: Namespace, batch: Batch
+    ) -> BlockResults:
+        """Send a put and its images; return the results."""
+        asked = self._asked(active, namespace, batch)
+        order = int(batch.orders[0])
+        if batch.images.nbytes <= STORE_INLINE_BYTES:
+            put = Put(*asked, order, line_of(batch.images))
+            return self._checked(active, batch, await active.call(put, StoreDone))
+        put = Put(*asked, order)
+        images = active.connection.send(
+            payload_tag(put.number),
+            payload_of(batch.images),
+            deadline=self._within,
+        )
+        try:
+            done = await active.call(put, StoreDone)
+            return self._checked(active, batch, done)
+        finally:
+            await drain_or_abort(images, active.connection)
+
+    async def _get(
+        self, active: ActiveConnection, namespace: Namespace, batch: Batch
+    ) -> BlockResults:
+        """Request blocks, and receive the images that the server has."""
+        get = Get(*self._asked(active, namespace, batch))
+        if batch.images.nbytes <= STORE_INLINE_BYTES:
+            done = await active.call(get, StoreDone)
+            results, room = self._coming(active, batch, done)
+            if len(done.images) == room.nbytes:
+                if room.nbytes:
+                    _put_into(done.images, room)
+                return results
+            raise _lie(active, f"{len(done.images)} bytes of {len(room)} blocks")
+        # The receive is posted before the request, so that the images can be sent
+        # without waiting for this side.
+        images = active.connection.recv(
+            payload_tag(get.number), payload_of(batch.images), deadline=self._within
+        )
+        try:
+            done = await active.call(get, StoreDone)
+            results, room = self._coming(active, batch, done)
+            if room.nbytes:
+                nbytes = await images
+                if nbytes != room.nbytes:
+                    raise _lie(active, f"{nbytes} bytes of {len(room)} blocks")
+        finally:
+            await drain_or_abort(images, active.connection)
+        if 0 < len(room) < results.size:
+            # The images arrived contiguously, in the memory of the first blocks.
+            came = bytearray(room.nbytes)
+            copy(batch.images.slice(0, room.nbytes), memoryview(came))
+            _put_into(memoryview(came), room)
+        return results
+
+    def _coming(
+        self, active: ActiveConnection, batch: Batch, done: StoreDone
+    ) -> tuple[BlockResults, Fragments]:
+        """Return a get's results, and the memory for the images that follow."""
+        count = batch.keys.size
+        orders = done.orders
+        if done.kept:
+            if len(done.kept) != count:
+                raise _lie(active, f"{len(done.kept)} marks of {count} blocks")
+            if batch.kept is not None:
+                batch.kept[:] = np.frombuffer(done.kept, np.bool_)
+        if (
+            done.results == bytes(count)
+            and len(orders) == count
+            and max(orders) < UNKNOWN
+        ):
+            # All have landed, as mostly: what follows would find the same, and an array
+            # for each step of it takes several times as long.
+            if self.error:
+                self._well(active)
+            batch.orders[:] = np.frombuffer(orders, np.uint8)
+            return np.zeros(count, np.uint8), batch.images
+        results = self._checked(active, batch, done)
+        coming = (results == LANDED).nonzero()[0]
+        if not coming.size:
+            return results, batch.images.slice(0, 0)
+        table = np.frombuffer(orders, np.uint8)
+        if table.size != count or any_of(table[coming] >= UNKNOWN):
+            raise _lie(active, f"{table.size} orders of {count} blocks")
+        batch.orders[coming] = table[coming]
+        if coming.size < count:
+            return results, batch.images.selected(coming)
+        return results, batch.images
+
+    def _asked(
+        self, active: ActiveConnection, namespace: Namespace, batch: Batch
+    ) -> _Asked:
+        """Return the first fields of a put or get of a batch."""
+        text = text_of(namespace)
+        names = Names.of(batch.keys)
+        return next(active.numbers), text, names, max(1, int(self._timeout_s * 1000))
+
+    def _checked(
+        self, active: ActiveConnection, batch: Batch, done: StoreDone
+    ) -> BlockResults:
+        """Return the result of each block, from a valid answer."""
+        results = done.table.copy()
+        if results.size != batch.keys.size:
+            raise _lie(active, f"{results.size} results of {batch.keys.size} blocks")
+        if done.reason and any_of((results == FAILED) | (results == REFUSED)):
+            self.error = done.reason
+        elif self.error:
+            self._well(active)
+        return results
+
+    def _well(self, active: ActiveConnection) -> None:
+        """End the report of an error, after an answer without one."""
+        if not active.welcome.read_only:
+            self.error = ""
+
+
+def _put_into(images: memoryview, room: Fragments) -> None:
+    """Copy contiguous images to their places."""
+    line = payload_of(room)
+    if isinstance(line, memoryview):
+        line[:] = images
+    else:
+        copy(images, line)
+
+
+# The keys of Config by which a server and its clients know each other in mtls.
+_CERTIFICATES: Final = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
+OPTIONS: Final = ("psk_file", *_CERTIFICATES, "timeout")
+_Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[BlockResults]]
+_Asked = tuple[int, NamespaceText, Names, int]
+
+
+def client_config(address: TierAddress) -> Config:
+    """Return the configuration of a store client, from a tier's options."""
+    arguments: dict[str, Any] = {
+        "message_bytes": STORE_REQUEST_BYTES_MAX,
+        # A thousand keys, or a small block, are sent at once.
+        "eager_bytes": EAGER_BYTES_MAX,
+        # After a lost connection, requests are sent again or dropped.
+        "resume": False,
+    }
+    if "directory" in address.options:
+        arguments["directory"] = address.options["directory"]
+    if "psk_file" in address.options:
+        arguments |= {"trust": "psk", "psk_file": address.options["psk_file"]}
+    given = {
+        key: address.options[key] for key in _CERTIFICATES if key in address.options
+    }
+    if given:
+        arguments |= {"trust": "mtls", **given}
+        arguments["tls_peers"] = given.get("tls_peers", "").split(",")
+    return Config.load(None, **arguments)
+
+
+def _by_width(keys: Keys) -> Iterator[Ids]:
+    """Yield the positions of keys for one message each: one length, not too many."""
+    widths = np.fromiter(map(len, keys.tolist()), np.int64, keys.size)
+    for width in sorted(set(widths.tolist())):
+        same = (widths == width).nonzero()[0]
+        for first in range(0, same.size, STORE_KEYS_MAX):
+            yield same[first : first + STORE_KEYS_MAX]
+
+
+def _parts(
+    batch: Batch, kinds: Orders, most: int
+) -> Iterable[tuple[Ids | slice, Batch]]:
+    """Split a batch into requests of bounded size, each for one kind of blocks."""
+    keys = batch.keys.tolist()
+    if len(keys) <= most and len(set(map(len, keys))) == len(set(kinds.tolist())) == 1:
+        return ((slice(None), batch),)
+    return _cut(batch, kinds, most)
+
+
+def _cut(batch: Batch, kinds: Orders, most: int) -> Iterator[tuple[Ids, Batch]]:
+    for same in _by_width(batch.keys):
+        for kind in sorted(set(kinds[same].tolist())):
+            alike = same[kinds[same] == kind]
+            for first in range(0, alike.size, most):
+                part = alike[first : first + most]
+                yield part, batch.selected(part)
+
+
+def _namespaces(told: Iterable[NamespaceText]) -> Iterator[Namespace]:
+    for text in told:
+        # A namespace that only a newer server understands has no blocks for this side.
+        with suppress(UsageError):
+            yield namespace_told(text)
+
+
+def _lie(active: ActiveConnection, what: str) -> ConnectionLost:
+    """Drop the connection: the server broke a rule. Return the error to raise."""
+    active.connection.abort(what)
+    return ConnectionLost(f"the server's answer has {what}")

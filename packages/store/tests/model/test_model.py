@@ -1,0 +1,126 @@
+"""A store is what its model says, whatever fails and wherever it is killed.
+
+More rounds: ``python -m packages.store.tests.model --rounds 1000 --seed 1``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from packages.store.tests.model.faults import ERRORS, POINTS, Plan
+from packages.store.tests.model.kinds import Block
+from packages.store.tests.model.life import Life, Shadow
+from packages.store.tests.model.rounds import EVENTS, ROOMS, Round
+
+# The tier works on threads, and waits for nothing that is a loop's own.
+one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
+
+SEEDS = range(1, 4)
+CHAIN = [Block(0, number) for number in range(12)]
+LARGER = [Block(2, number) for number in range(6)]
+
+
+@one_loop
+@pytest.mark.parametrize("room", sorted(set(ROOMS) - {"wide"}))
+@pytest.mark.parametrize("seed", SEEDS)
+async def test_a_round_keeps_every_promise(
+    tmp_path: Path, seed: int, room: str
+) -> None:
+    this = Round(seed, tmp_path, room=room)
+    await this.run()
+    assert this.counts["restarts"]
+
+
+@one_loop
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_slabs_with_as_many_slots_as_there_may_be(
+    tmp_path: Path, seed: int
+) -> None:
+    """Runs of slots that go on in the next slab, and no other events."""
+    this = Round(seed, tmp_path, room="wide", events=())
+    await this.run()
+    assert this.counts["puts"]
+
+
+@one_loop
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 140))
+async def test_more_rounds(tmp_path: Path, seed: int) -> None:
+    this = Round(seed, tmp_path, events=EVENTS)
+    await this.run()
+    assert this.counts["restarts"]
+
+
+async def script(life: Life) -> None:
+    """Fill a tier of two slabs, put the one to another size, and restart."""
+    await life.open()
+    await life.put(CHAIN)
+    await life.put(LARGER)
+    await life.put([Block(0, 12 + number) for number in range(12)])
+    await life.close()
+    await life.open()
+    await life.put(LARGER[::-1])
+
+
+@one_loop
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [False, True])
+async def test_every_call_may_be_the_last(tmp_path: Path, power: bool) -> None:
+    """Each call that writes, of all that a tier does; or half of it, or the power."""
+    calls = 0
+    while await _ended_at(tmp_path / str(calls), calls, power):
+        calls += 1
+    # The tables, the images, the rows, a checkpoint: fewer would mean that nothing was
+    # tried.
+    assert calls >= 40
+
+
+async def _ended_at(base: Path, at: int, power: bool) -> bool:
+    """End a script at one call; whether there was such a call."""
+    await asyncio.to_thread(base.mkdir)
+    this = Round(at, base, room="tiny", events=())
+    this.use(f"{ROOMS['tiny'].disk}&sync={'put' if power else 'flush'}")
+    end = partial(this.ended, power=power)
+    POINTS.arm(Plan(at=at, torn=bool(at % 2), end=end))
+    try:
+        await script(this.life)
+        ended = bool(POINTS.disarm())
+        if ended:
+            await this.go_on()
+            await this.life.get_all()
+            # And then as if nothing had happened, as far as anybody remembers.
+            for blocks in (CHAIN, LARGER):
+                assert await this.life.put(blocks) == []
+            await this.life.close()
+            await this.life.open()
+            await this.life.get_all()
+    finally:
+        POINTS.disarm()
+        await this.life.close()
+        POINTS.forget()
+    return ended
+
+
+@one_loop
+@pytest.mark.parametrize("code", ERRORS)
+async def test_every_call_may_fail(tmp_path: Path, code: int) -> None:
+    """Each call alone: the put of it is done again, and nothing else was lost."""
+    at, hit = 0, True
+    while hit:
+        life = Life(tmp_path / str(at), ROOMS["tiny"], Shadow())
+        await life.open()
+        POINTS.arm(Plan(at=at, code=code))
+        lacking = [*await life.put(CHAIN), *await life.put(LARGER)]
+        hit = bool(POINTS.disarm())
+        assert hit or not lacking
+        assert await life.put(CHAIN) == await life.put(LARGER) == []
+        await life.close()
+        await life.open()
+        await life.get_all()
+        await life.close()
+        at += 1
+    assert at >= 6

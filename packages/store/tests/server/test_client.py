@@ -1,0 +1,57 @@
+"""A line to a store server; what it does for its tier is in test_remote."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+import kvwire
+from kvwire import ConnectionLost
+from kvwire_store.server.client import ActiveConnection, StoreClient
+from kvwire_store.server.messages import VERSIONS, Flush, StoreDone, Welcome
+from tests.support.pairs import connected
+
+
+async def test_what_is_asked_while_it_is_down_fails_at_once() -> None:
+    async with kvwire.open() as communicator:
+        line = StoreClient(communicator, "127.0.0.1:9", 1.0, lambda: None)
+        with pytest.raises(ConnectionLost, match="has not been dialled yet"):
+            line.now()
+        await line.open()
+        with pytest.raises(ConnectionLost, match="Connection refused"):
+            line.now()
+        await line.close()
+        await line.close()
+
+
+async def test_a_request_that_is_not_sent_leaves_no_error_behind() -> None:
+    """The send fails with the connection, and nobody waits for the answer any more."""
+    reported: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, what: reported.append(what)
+    )
+    async with connected("tcp", eager_bytes=0) as pair:
+        active = ActiveConnection(pair.left, Welcome(VERSIONS[1]), 5.0)
+        asking = asyncio.create_task(active.call(Flush(1), StoreDone))
+        await asyncio.sleep(0)
+        active._end("no answer within 5 s")
+        with pytest.raises(ConnectionLost, match="no answer within 5 s"):
+            await asking
+        del asking
+        gc.collect()
+        await asyncio.sleep(0)
+    assert not reported
+
+
+async def test_a_listener_whose_loop_is_dropped_touches_nothing() -> None:
+    """Python closes its coroutine then; a connection refuses calls without its loop."""
+    async with connected("tcp") as pair:
+        active = ActiveConnection(pair.left, Welcome(VERSIONS[1]), 5.0)
+        listening = active.listen()
+        listening.send(None)
+        listening.close()
+        assert not pair.left.closed
+        pair.left.abort()

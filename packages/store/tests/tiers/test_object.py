@@ -1,0 +1,536 @@
+"""Blocks as objects: found again, checked, and never in the way."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import inside
+
+pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
+
+import obstore.store
+
+from kvwire import BackendUnavailable, UsageError
+from kvwire.aio import Upkeep
+from kvwire.extras import install_command
+from kvwire_store import BlockStore
+from kvwire_store.images import images_in
+from kvwire_store.keys import as_keys
+from kvwire_store.namespace import ABSENT
+from kvwire_store.tiers import object as object_module
+from kvwire_store.tiers.base import Batch
+from kvwire_store.tiers.object import ObjectTier
+from kvwire_store.tiers.object_format import HEAD_BYTES, path_of
+from packages.store.tests.contract import (
+    NAMESPACE,
+    expect_miss,
+    put_before,
+    tier_of,
+)
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import Filled, chain
+from tests.support.pairs import turns, until
+
+# Its threads start with the first request of a process, and stay.
+obstore.put(obstore.store.MemoryStore(), "first", b"")
+
+
+def objects_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+async def test_what_is_deleted_has_no_object(tmp_path: Path) -> None:
+    tier, cache = f"object:file://{tmp_path}", Filled(seed=1).cache
+    async with BlockStore.open([tier], tenants=["t"]) as store:
+        for tenant in ("", "t"):
+            await store.put(chain(8), cache, range(8), tenant=tenant)
+        await store.delete(chain(9), cache)
+        assert await store.match(chain(8), cache) == 0
+        assert len(objects_in(tmp_path)) == 8
+        await store.delete_all(tenant="t")
+        assert not objects_in(tmp_path)
+        folder = tmp_path / NAMESPACE.digest.hex()
+        (folder / chain(1)[0].hex() / "in the way").mkdir(parents=True)
+        with pytest.raises(OSError, match="could not delete 1 "):
+            await store.delete(chain(1), cache)
+
+
+async def test_what_a_delete_may_have_deleted_is_written_by_the_next_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its requests has failed, and the other has not."""
+    tiers, cache = [f"object:file://{tmp_path}"], Filled(seed=1).cache
+    async with BlockStore.open(tiers) as store:
+        assert (await store.put(chain(2), cache, range(2))).complete
+        path = file_of(tmp_path, chain(2)[0])
+        path.unlink()
+        (path / "in the way").mkdir(parents=True)
+        with pytest.raises(OSError, match="could not delete 1 "):
+            await store.delete(chain(2), cache)
+        (path / "in the way").rmdir()
+        path.rmdir()
+        end_pauses(monkeypatch)
+        assert (await store.put(chain(2), cache, range(2))).complete
+    assert len(objects_in(tmp_path)) == 2
+
+
+async def test_two_who_delete_a_namespace_leave_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of some paths that are deleted at once, one is there no more: the others are."""
+    cache, delete, calls = Filled(64, seed=1).cache, obstore.delete_async, 0
+
+    async def beside_another(bucket: Any, paths: list[str]) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            await delete(bucket, paths[0])
+        await delete(bucket, paths)
+
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        assert (await store.put(chain(64), cache, range(64))).complete
+        monkeypatch.setattr(obstore, "delete_async", beside_another)
+        await store.delete_all()
+    assert not objects_in(tmp_path)
+
+
+async def test_a_cancelled_delete_does_not_delete_what_is_put_after_it(
+    tmp_path: Path,
+) -> None:
+    cache = Filled(seed=1).cache
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        requests, go = Requests(tier_of(store, ObjectTier)), asyncio.Event()
+        assert (await store.put(chain(1), cache, [0])).complete
+
+        async def wait(name: str) -> None:
+            if name == "delete_async":
+                await go.wait()
+
+        requests.before = wait
+        deleting = asyncio.create_task(store.delete(chain(1), cache))
+        await until(lambda: "delete_async" in requests.made)
+        deleting.cancel()
+        await turns(10)
+        assert not deleting.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await deleting
+        assert (await store.put(chain(1), cache, [0])).complete
+    assert len(objects_in(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("by", ["find", "read"])
+@pytest.mark.parametrize("change", ["put", "delete"])
+async def test_an_answer_from_before_a_change_is_forgotten(
+    tmp_path: Path, by: str, change: str
+) -> None:
+    """What was there by an older answer would not be written by the next put."""
+    source, target = Filled(seed=1), Filled()
+    keys = as_keys([NAMESPACE.digest + chain(1)[0]])
+    if change == "delete":
+        await put_before(f"object:file://{tmp_path}", count=1)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store, ObjectTier)
+        requests, go, asked = Requests(tier), asyncio.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            asked.set()
+            await go.wait()
+
+        requests.after = wait
+        images = images_in(np.zeros(SPEC.block_bytes, np.uint8), SPEC.block_bytes, 1)
+        batch = Batch(keys, np.zeros(1, np.uint8), images)
+        asking = asyncio.create_task(
+            tier.find(keys) if by == "find" else tier.read(NAMESPACE, batch)
+        )
+        await asked.wait()
+        requests.after = None
+        if change == "put":
+            assert (await store.put(chain(1), source.cache, [0])).complete
+        else:
+            await store.delete(chain(1), source.cache)
+        go.set()
+        await asking
+        assert bool((await tier.find(keys) != ABSENT)[0]) == (change == "put")
+        assert (await store.put(chain(1), source.cache, [0])).complete
+        await inside.tiers(store).memory.empty()
+        assert (await store.get(chain(1), target.cache, [0])).complete
+
+
+def file_of(folder: Path, one: bytes) -> Path:
+    return folder / path_of(NAMESPACE.digest + one)
+
+
+class Requests:
+    """Counts what an object tier asks for; ``before`` may fail or wait.
+
+    It has the calls that the tier may make, and none that lists.
+    """
+
+    exceptions = obstore.exceptions
+
+    def __init__(self, tier: ObjectTier) -> None:
+        self.made: list[str] = []
+        self.open = self.most = 0
+        self.before: Callable[[str], Awaitable[None]] | None = None
+        self.after: Callable[[], Awaitable[object]] | None = None
+        tier._obstore = self
+
+    async def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
+        self.made.append(name)
+        self.open += 1
+        self.most = max(self.most, self.open)
+        try:
+            if self.before is not None:
+                await self.before(name)
+            return await getattr(obstore, name)(*arguments, **keywords)
+        finally:
+            if self.after is not None:
+                await self.after()
+            self.open -= 1
+
+    async def get_range_async(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._call("get_range_async", *arguments, **keywords)
+
+    async def put_async(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._call("put_async", *arguments, **keywords)
+
+    async def head_async(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._call("head_async", *arguments, **keywords)
+
+    async def delete_async(self, *arguments: Any, **keywords: Any) -> Any:
+        return await self._call("delete_async", *arguments, **keywords)
+
+
+# --- blocks ---------------------------------------------------------------------------
+
+
+async def test_in_memory() -> None:
+    source, target, hashes = Filled(40, seed=1), Filled(40), chain(40)
+    async with BlockStore.open(["memory:64KiB", "object:memory:///"]) as store:
+        assert not tier_of(store, ObjectTier).durable
+        assert (await store.put(hashes, source.cache, range(40))).complete
+        assert len(inside.tiers(store).memory.index) < 40
+        assert (await store.get(hashes, target.cache, range(40))).complete
+    assert np.array_equal(
+        source.tokens(list(range(40))), target.tokens(list(range(40)))
+    )
+
+
+# --- objects that are not what they should be -----------------------------------------
+
+
+def _flip(at: int) -> Callable[[Path, Path], None]:
+    def change(path: Path, _: Path) -> None:
+        raw = bytearray(path.read_bytes())
+        raw[at] ^= 1
+        path.write_bytes(raw)
+
+    return change
+
+
+def _cut(nbytes: int) -> Callable[[Path, Path], None]:
+    def change(path: Path, _: Path) -> None:
+        path.write_bytes(path.read_bytes()[:nbytes])
+
+    return change
+
+
+def _other(path: Path, other: Path) -> None:
+    """The object of another block under this name."""
+    path.write_bytes(other.read_bytes())
+
+
+def _gone(path: Path, _: Path) -> None:
+    """Such as by a rule for their life, after it was found."""
+    path.unlink()
+
+
+DAMAGES: dict[str, Callable[[Path, Path], None]] = {
+    "empty": _cut(0),
+    "half a head": _cut(HEAD_BYTES // 2),
+    "only a head": _cut(HEAD_BYTES),
+    "cut": _cut(HEAD_BYTES + SPEC.block_bytes - 1),
+    "magic": _flip(0),
+    "order": _flip(9),
+    "key": _flip(HEAD_BYTES - 40),
+    "sum": _flip(HEAD_BYTES - 1),
+    "first byte": _flip(HEAD_BYTES),
+    "last byte": _flip(-1),
+    "another block": _other,
+    "gone": _gone,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+async def test_a_wrong_object_is_missing_until_it_is_put_again(
+    tmp_path: Path, damage: Callable[[Path, Path], None]
+) -> None:
+    first, other = (file_of(tmp_path, one) for one in chain(2))
+    await expect_miss(f"object:file://{tmp_path}", lambda: damage(first, other))
+
+
+@pytest.mark.parametrize("damage", ["another block", "half a head", "order"])
+async def test_what_shows_in_a_head_is_not_even_found(
+    tmp_path: Path, damage: str
+) -> None:
+    source, hashes = await put_before(f"object:file://{tmp_path}", count=3)
+    DAMAGES[damage](file_of(tmp_path, hashes[1]), file_of(tmp_path, hashes[2]))
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        assert await store.match(hashes, source.cache) == 1
+
+
+# --- requests -------------------------------------------------------------------------
+
+
+async def test_what_is_known_is_not_asked_for_again(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(8)
+    keys = as_keys(NAMESPACE.digest + one for one in hashes)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store, ObjectTier)
+        requests = Requests(tier)
+        assert (await tier.find(keys) == ABSENT).all()
+        assert requests.made == ["get_range_async"] * 8
+        assert (await store.put(hashes, source.cache, range(8))).complete
+        assert requests.made[8:] == ["put_async"] * 8
+        assert (await tier.find(keys) != ABSENT).all()
+        assert len(requests.made) == 16
+
+
+async def test_a_large_object_is_read_by_ranges_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that ends before it should is missing, and no failure of the store."""
+    source, hashes = await put_before(f"object:file://{tmp_path}", count=4)
+    target = Filled()
+    part = (HEAD_BYTES + SPEC.block_bytes) // 4
+    monkeypatch.setattr(object_module, "STORE_OBJECT_PART_BYTES", part)
+    for one, nbytes in zip(hashes[1:], (part, 2 * part, 3 * part - 1), strict=True):
+        _cut(nbytes)(file_of(tmp_path, one), tmp_path)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        requests = Requests(tier_of(store, ObjectTier))
+        got = await store.get(hashes[:1], target.cache, [0])
+        # The head for `find`, then four parts, all but the first at once.
+        assert got.complete
+        assert requests.made == ["get_range_async"] * 5
+        assert requests.most == 3
+        got = await store.get(hashes, target.cache, range(4))
+        assert got.landed.ids().tolist() == [0]
+        assert tier_of(store, ObjectTier).taking
+    assert np.array_equal(source.tokens([0]), target.tokens([0]))
+
+
+async def test_as_many_requests_as_allowed_at_once(tmp_path: Path) -> None:
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open([f"object:file://{tmp_path}?requests=3"]) as store:
+        requests = Requests(tier_of(store, ObjectTier))
+        halves = (
+            store.put(hashes[:8], source.cache, range(8)),
+            store.put(hashes[8:], source.cache, range(8, 16)),
+        )
+        assert all([(await half).complete for half in halves])
+        assert requests.most == 3
+
+
+@pytest.fixture
+def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that fails is left alone until the test says otherwise."""
+    monkeypatch.setattr(Upkeep, "pause_s", lambda _: 1e6)
+
+
+def end_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Upkeep, "resting", False)
+
+
+@pytest.mark.usefixtures("long_pauses")
+async def test_a_store_that_fails_is_left_alone_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, hashes = Filled(seed=1), Filled(), chain(8)
+    name = f"object:file://{tmp_path}?requests=2"
+    async with BlockStore.open([name]) as store:
+        tier = tier_of(store, ObjectTier)
+        requests = Requests(tier)
+
+        async def fail(_: str) -> None:
+            await asyncio.sleep(0)
+            raise obstore.exceptions.GenericError("no route to it\nand more")
+
+        requests.before = fail
+        put = await store.put(hashes, source.cache, range(8))
+        assert set(put.missing.reasons) == {
+            f"it is in memory only: {name}: no route to it"
+        }
+        # Those that were under way, and none after them.
+        assert len(requests.made) == 2
+        assert not tier.taking
+        await inside.tiers(store).memory.empty()
+        got = await store.get(hashes, target.cache, range(8))
+        assert "no route to it" in got.missing["kv", 0]
+        assert len(requests.made) == 2
+        requests.before = None
+        end_pauses(monkeypatch)
+        assert (await store.put(hashes, source.cache, range(8))).complete
+        assert not tier.reason
+
+
+@pytest.mark.usefixtures("long_pauses")
+async def test_what_takes_no_blocks_still_gives_those_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that is full, or whose credentials may read only."""
+    source, hashes = await put_before(f"object:file://{tmp_path}", count=4)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store, ObjectTier)
+        requests = Requests(tier)
+
+        async def full(name: str) -> None:
+            if name == "put_async":
+                raise obstore.exceptions.GenericError("it is full")
+
+        requests.before = full
+        put = await store.put(chain(2, "b"), source.cache, [0, 1])
+        assert not put.landed
+        assert not tier.taking
+        assert (await store.get(hashes, Filled().cache, range(4))).complete
+        assert (tier.error, tier.reason) == ("it is full", "")
+        with pytest.raises(OSError, match="it is full"):
+            await store.flush()
+        requests.before = None
+        end_pauses(monkeypatch)
+        await store.flush()
+        assert tier.error == ""
+
+
+@pytest.mark.usefixtures("long_pauses")
+async def test_an_answer_from_before_a_failure_ends_no_pause(tmp_path: Path) -> None:
+    """While the store is left alone, what is not there is not known not to be there."""
+    await put_before(f"object:file://{tmp_path}", count=2)
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier = tier_of(store, ObjectTier)
+        requests, go = Requests(tier), asyncio.Event()
+
+        async def fail_last(name: str) -> None:
+            if requests.made.count(name) == 1:
+                await go.wait()
+            else:
+                raise OSError(errno.ECONNRESET, "reset by peer")
+
+        requests.before = fail_last
+        keys = as_keys(NAMESPACE.digest + one for one in chain(2))
+        finding = asyncio.create_task(tier.find(keys))
+        await until(lambda: tier.reason)
+        go.set()
+        await finding
+        assert not tier.taking
+        assert "reset by peer" in tier.reason
+
+
+async def test_a_request_without_an_answer_ends(tmp_path: Path) -> None:
+    source = Filled(seed=1)
+    async with BlockStore.open([f"object:file://{tmp_path}?timeout=0.1"]) as store:
+        requests = Requests(tier_of(store, ObjectTier))
+
+        async def hang(_: str) -> None:
+            await asyncio.Event().wait()
+
+        requests.before = hang
+        put = await store.put(chain(1), source.cache, [0])
+        assert "no answer in 0.1 s" in put.missing["kv", 0]
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("http://127.0.0.1/kv", "http is not a supported object store; choose one of"),
+        ("ftp://host/kv", "ftp is not a supported object store"),
+        ("", "nothing is not a supported object store"),
+        (
+            "s3://b/p?endpoint=127.0.0.1:9000",
+            "not an HTTP address; write http://127.0.0.1:9",
+        ),
+        ("s3://b/p?endpoint_url=minio", "not an HTTP address; write http://minio"),
+        ("s3://b/p?endpoint=ftp://minio", "not an HTTP address; write http://minio"),
+    ],
+)
+async def test_a_place_that_cannot_work_is_refused_by_name(
+    place: str, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        await BlockStore.open([f"object:{place}"])
+
+
+async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S3 where nobody listens, with what would be its credentials."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    tier = "object:s3://bucket/kv?endpoint=http://127.0.0.1:1&region=x&timeout=1"
+    async with BlockStore.open([tier]) as store:
+        put = await store.put(chain(1), Filled(seed=1).cache, [0])
+        assert "127.0.0.1:1" in put.missing["kv", 0]
+        assert "Connection refused" in put.missing["kv", 0]
+        assert tier_of(store, ObjectTier).reason
+
+
+async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> None:
+    """What no object store should raise; the others still have the images."""
+    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        requests, go = Requests(tier_of(store, ObjectTier)), asyncio.Event()
+
+        async def fail_first(name: str) -> None:
+            if name == "put_async":
+                if requests.made.count(name) == 1:
+                    raise ValueError("a bug")
+                await go.wait()
+
+        requests.before = fail_first
+        put = store.put(chain(4), Filled(seed=1).cache, range(4))
+        await until(lambda: requests.made.count("put_async") == 4)
+        await turns(20)
+        assert requests.open == 3
+        assert not put.done()
+        go.set()
+        with pytest.raises(ValueError, match="a bug"):
+            await put
+        assert not requests.open
+        del put  # its error has the images
+
+
+async def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    command = install_command("objects", distribution="kvwire-store")
+    with pytest.raises(BackendUnavailable, match=re.escape(command)):
+        await BlockStore.open(["object:memory:///"])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(obstore.exceptions.GenericError("refused"), id="fails"),
+        pytest.param(FileNotFoundError(errno.ENOENT, "not there"), id="not there"),
+    ],
+)
+async def test_an_error_that_obstore_keeps_does_not_keep_a_stores_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Its threads have their errors a little longer than those who asked."""
+    async with BlockStore.open(["memory:1MiB", f"object:file://{tmp_path}"]) as store:
+        requests = Requests(tier_of(store, ObjectTier))
+
+        async def refuse(_name: str) -> None:
+            raise error
+
+        requests.before = refuse
+        put = await store.put(chain(2), Filled(seed=1).cache, range(2))
+        assert "it is in memory only" in put.missing["kv", 0]
+    assert error.__traceback__ is None
+    assert "stay in use" not in caplog.text

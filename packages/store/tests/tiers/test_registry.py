@@ -1,0 +1,60 @@
+"""A tier is found by the scheme of its address, also one of another distribution."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from kvwire import BackendUnavailable, UsageError
+from kvwire_store import BlockStore
+from packages.store.tests.tiers.services import PlayedTier
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
+    points = metadata.EntryPoints(
+        metadata.EntryPoint("mine", value, "kvwire_store.tiers") for value in values
+    )
+
+    def found(group: str, **name: Any) -> metadata.EntryPoints:
+        assert group == "kvwire_store.tiers"
+        return points.select(**name)
+
+    monkeypatch.setattr(metadata, "entry_points", found)
+
+
+async def test_a_third_partys(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "packages.store.tests.tiers.services:PlayedTier")
+    opened: list[PlayedTier] = []
+
+    async def connect(tier: PlayedTier) -> None:
+        opened.append(tier)
+
+    monkeypatch.setattr(PlayedTier, "connect", connect)
+    async with BlockStore.open(["memory:1MiB", "mine:here?prefix=a"]) as store:
+        assert store.name == "memory:1MiB, mine:here?prefix=a"
+    assert len(opened) == 1
+
+
+async def test_a_kind_that_nobody_has() -> None:
+    with pytest.raises(
+        UsageError, match=r"unknown kind 'tape'; the kinds are memory, disk"
+    ):
+        await BlockStore.open(["memory:1MiB", "tape:/dev/st0"])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["kvwire.missing:It"], "cannot be imported: ModuleNotFoundError"),
+        (["kvwire_store.counters:StoreCounters"], "is not a kvwire_store.tiers.Tier"),
+        (["a:A", "b:B"], "claimed by a:A and b:B"),
+    ],
+)
+async def test_what_cannot_be_used(
+    monkeypatch: pytest.MonkeyPatch, values: list[str], words: str
+) -> None:
+    installed(monkeypatch, *values)
+    with pytest.raises(BackendUnavailable, match=words):
+        await BlockStore.open(["memory:1MiB", "mine:here"])

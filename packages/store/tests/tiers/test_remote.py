@@ -1,0 +1,329 @@
+"""A tier at a server of another process: contents, and what is left when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import KVSpec, UsageError
+from kvwire_store import BlockStore, StoreServer
+from kvwire_store.keys import Keys, as_keys
+from kvwire_store.limits import STORE_UNASKED_BYTES
+from kvwire_store.server import messages
+from kvwire_store.tiers.remote import RemoteTier
+from packages.store.tests.contract import in_memory, tier_of
+from packages.store.tests.files import Faults, disk, store_on
+from packages.store.tests.server_child import serving
+from tests.support import inside
+from tests.support.caches import STORED as SPEC
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
+from tests.support.pairs import until
+
+BLOCKS = 256
+# So a batch of a store is sixteen requests, and whoever is killed has some to go.
+BERTH = LARGE.block_bytes * BLOCKS // 16
+ARGUMENTS = ("--tier", "memory:64MiB", "--berth", f"{BERTH}B")
+
+
+async def test_a_server_tells_what_it_has_blocks_of() -> None:
+    async with serving("--tier", "memory:4MiB") as server:
+        async with BlockStore.open([server.where]) as store:
+            await store.put(chain(8), Filled(seed=1).cache, range(8))
+        async with BlockStore.open([server.where]) as store:
+            assert await store.match(chain(8)) == 8
+
+
+# --- a server that dies ---------------------------------------------------------------
+
+# Longer than a test may take: what ends does not end by its deadline.
+PATIENT = "?timeout=600"
+
+
+async def test_a_hash_that_is_named_twice_and_is_nowhere() -> None:
+    """Its second place is asked for as well, after the first one was in vain."""
+    async with (
+        BlockStore.open(["memory:16MiB"]) as served,
+        StoreServer(served, "127.0.0.1:0") as server,
+        BlockStore.open(["memory:16MiB", f"kvwire://{server.address}"]) as store,
+    ):
+        outcome = await store.get(chain(1) * 2, Filled(2).cache, [0, 1])
+        assert not outcome.landed
+        assert outcome.missing.reasons == ("it is not in the store",)
+
+
+@pytest.mark.slow
+async def test_a_server_killed_in_the_middle_of_a_put() -> None:
+    source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
+    async with (
+        serving(*ARGUMENTS) as server,
+        BlockStore.open(["memory:64MiB", server.where + PATIENT]) as store,
+    ):
+        tier = tier_of(store, RemoteTier)
+        put = store.put(hashes, source.cache, range(BLOCKS))
+        await until(lambda: tier._client.active and tier._client.active._answers)
+        server.signal(signal.SIGSTOP)
+        assert not put.done()
+        server.signal(signal.SIGKILL)
+        outcome = await put
+        await put.drained()
+        assert not outcome.complete
+        assert len(outcome.landed) + len(outcome.missing) == BLOCKS
+        assert all("it is in memory only" in why for why in outcome.missing.reasons)
+        await until(lambda: tier.reason)
+        assert not tier.taking
+        assert tier.error in store.report[tier.name]
+        # What is in memory is still there; what is not, is said to be unknown.
+        target = Filled(BLOCKS, LARGE)
+        assert (await store.get(hashes, target.cache, range(BLOCKS))).complete
+        missed = await store.get(chain(1, "other"), target.cache, [0])
+        assert server.where in missed.missing["kv", 0]
+
+
+async def test_a_server_killed_in_the_middle_of_a_get() -> None:
+    source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
+    target = Filled(BLOCKS, LARGE)
+    async with serving(*ARGUMENTS) as server:
+        async with BlockStore.open(["memory:64MiB", server.where]) as store:
+            assert (await store.put(hashes, source.cache, range(BLOCKS))).complete
+        tier = server.where + PATIENT
+        async with BlockStore.open(["memory:64MiB", tier]) as store:
+            get = store.get(hashes, target.cache, range(BLOCKS))
+            await until(lambda: len(inside.tiers(store).memory.in_flight))
+            server.signal(signal.SIGSTOP)
+            assert not get.done()
+            server.signal(signal.SIGKILL)
+            outcome = await get
+            here = outcome.landed.ids()
+            assert len(here) + len(outcome.missing) == BLOCKS
+            assert not outcome.complete
+            assert all(server.where in why for why in outcome.missing.reasons)
+            assert np.array_equal(
+                source.tokens(here.tolist()), target.tokens(here.tolist())
+            )
+            # Nothing is left pinned or taken: all of memory can go.
+            memory = inside.tiers(store).memory
+            await memory.empty()
+            assert not memory.index.slabs.used_bytes
+
+
+async def test_a_server_that_is_not_there_yet() -> None:
+    async with BlockStore.open(["memory:64KiB"]) as own:
+        async with StoreServer(own, "127.0.0.1:0") as server:
+            port = server.address.port
+        where = f"kvwire://127.0.0.1:{port}"
+        async with BlockStore.open([where]) as store:
+            put = await store.put(chain(1), Filled(seed=1).cache, [0])
+            assert where in put.missing["kv", 0]
+            async with StoreServer(own, f"127.0.0.1:{port}"):
+                await until(lambda: tier_of(store, RemoteTier).taking)
+                again = await store.put(chain(1), Filled(seed=1).cache, [0])
+                assert again.complete
+
+
+# --- a server that lies ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda find: messages.Found(find.number, b""), "0 orders of 2"),
+        (
+            lambda find: messages.StoreDone(find.number, b"\0\0"),
+            "does not match the request",
+        ),
+        (lambda _: messages.Welcome(1), "sent a second welcome"),
+        (lambda find: [2, find.number, b"\xfd\xfd"], "not a reply"),
+        (lambda _: b"\xc1", "not a reply"),
+        (lambda _: None, "no answer within 0.5 s"),
+    ],
+    ids=["too few", "another kind", "hello again", "out of range", "noise", "silence"],
+)
+async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
+    """It is not believed, and not asked again on that connection."""
+
+    async def lie(connection: kvwire.Connection) -> None:
+        find = messages.decode_request(await connection.recv(messages.TAG))
+        assert isinstance(find, messages.Find)
+        if (reply := answer(find)) is not None:
+            body = reply if isinstance(reply, bytes) else msgspec.msgpack.encode(reply)
+            await connection.send(messages.TAG, body)
+
+    welcome = messages.Welcome(1, requests=4, berth_bytes=4096)
+    async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
+        assert await s.match(chain(2), Filled().cache) == 0
+        assert said in tier_of(s, RemoteTier).error
+        await until(lambda: not tier_of(s, RemoteTier).taking)
+
+
+async def silent(_: kvwire.Connection) -> None:
+    """Says no more than its welcome."""
+
+
+@asynccontextmanager
+async def lying(
+    welcome: messages.Welcome,
+    lie: Callable[[kvwire.Connection], Awaitable[None]] = silent,
+) -> AsyncIterator[str]:
+    """Where one client is welcomed, and then lied to until it goes."""
+    async with kvwire.open() as liar:
+        address = await liar.listen("127.0.0.1:0")
+
+        async def serve() -> None:
+            connection = await liar.accept()
+            assert isinstance(
+                messages.decode_request(await connection.recv(messages.TAG)),
+                messages.StoreHello,
+            )
+            await connection.send(messages.TAG, messages.encode(welcome))
+            await lie(connection)
+            await connection.wait_closed()
+
+        serving = asyncio.create_task(serve())
+        yield f"kvwire://{address.host}:{address.port}?timeout=0.5"
+        await serving
+
+
+@pytest.mark.parametrize(
+    ("spec", "orders", "blocks", "said"),
+    [
+        (SPEC, bytes(3), 2, "1024 bytes of 3 blocks"),
+        (SPEC, bytes(3), 4, "2048 bytes of 3 blocks"),
+        (LARGE, bytes(3), 2, "131072 bytes of 3 blocks"),
+        (LARGE, bytes(3), 4, "waits for a larger buffer"),
+        (SPEC, bytes(2), 3, "2 orders of 3 blocks"),
+        (SPEC, b"\xff\0\0", 3, "3 orders of 3 blocks"),
+        (LARGE, b"\xfe\0\0", 3, "3 orders of 3 blocks"),
+    ],
+)
+async def test_a_server_that_sends_other_blocks_than_it_says(
+    spec: KVSpec, orders: bytes, blocks: int, said: str
+) -> None:
+    """None of them is believed, and nothing is left of them."""
+    images = bytes(blocks * spec.block_bytes)
+
+    async def lie(connection: kvwire.Connection) -> None:
+        asked = messages.decode_request(await connection.recv(messages.TAG))
+        assert isinstance(asked, messages.Get)
+        inline = memoryview(images if spec is SPEC else b"")
+        done = messages.StoreDone(asked.number, bytes(3), "", orders, inline)
+        await connection.send(messages.TAG, messages.encode(done))
+        if spec is LARGE:
+            with suppress(kvwire.KVWireError):
+                await connection.send(messages.payload_tag(asked.number), images)
+
+    welcome = messages.Welcome(1, berth_bytes=BERTH)
+    async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
+        outcome = await s.get(chain(3), Filled(8, spec).cache, [5, 6, 7])
+        assert not outcome.landed
+        assert said in outcome.missing["kv", 7]
+        assert not len(inside.tiers(s).memory.index)
+        assert not inside.tiers(s).memory.index.slabs.used_bytes
+
+
+async def test_a_server_of_a_later_major_version_is_refused_by_name() -> None:
+    async with lying(messages.Welcome(2)) as where:
+        said = "the store server speaks .* 2 to 2, this side 1 to 1; upgrade the older"
+        with pytest.raises(UsageError, match=said):
+            await BlockStore.open([where])
+
+
+# More than is put without a question.
+COUNT = 1 + STORE_UNASKED_BYTES // LARGE.block_bytes
+
+
+async def test_blocks_that_a_server_has_in_memory_only_are_put_again(
+    tmp_path: Path,
+) -> None:
+    """Or one that its disk could not take is acknowledged to the next who puts it."""
+    faults = Faults()
+    source = Filled(64, LARGE, seed=1)
+    hashes = chain(COUNT)
+    below = await disk(tmp_path, "16MiB", faults)
+    async with (
+        store_on(below, memory="memory:16MiB") as stored,
+        StoreServer(stored, "127.0.0.1:0") as server,
+        BlockStore.open(["memory:16MiB", f"kvwire://{server.address}"]) as one,
+        BlockStore.open(["memory:16MiB", f"kvwire://{server.address}"]) as other,
+    ):
+        faults.full()
+        outcome = await one.put(hashes, source.cache, range(COUNT))
+        assert len(outcome.missing) == COUNT
+        faults.failing.clear()
+        assert in_memory(stored, hashes) == [True] * COUNT
+        assert await other.match(hashes, source.cache) == COUNT
+        assert (await other.put(hashes, source.cache, range(COUNT))).complete
+        assert (await below.holds(keys_of(stored, hashes))).all()
+        # What is there is not sent again.
+        faults.calls.clear()
+        assert (await one.put(hashes, source.cache, range(COUNT))).complete
+        assert "pwritev" not in faults.calls
+
+
+@pytest.mark.parametrize("count", [1, COUNT])
+async def test_what_was_read_from_a_servers_memory_alone_is_written_back(
+    count: int, tmp_path: Path
+) -> None:
+    """Or a block that its disk could not take is lost when the server dies."""
+    faults = Faults()
+    spec = SPEC if count == 1 else LARGE
+    source = Filled(64, spec, seed=1)
+    hashes = chain(count)
+    below = await disk(tmp_path, "16MiB", faults)
+    async with (
+        store_on(below, memory="memory:16MiB") as stored,
+        StoreServer(stored, "127.0.0.1:0") as server,
+        BlockStore.open(["memory:16MiB", f"kvwire://{server.address}"]) as one,
+    ):
+        faults.full()
+        outcome = await one.put(hashes, source.cache, range(count))
+        assert len(outcome.missing) == count
+        faults.failing.clear()
+        tiers = ["memory:16MiB", f"kvwire://{server.address}"]
+        for _ in range(2):
+            async with BlockStore.open(tiers, write="back") as other:
+                into = Filled(64, spec).cache
+                assert (await other.get(hashes, into, range(count))).complete
+            # Its memory has evicted them.
+            assert (await below.holds(keys_of(stored, hashes))).all()
+            written = stored.stats()[below.name].written_blocks
+            assert written == count  # and once is enough
+
+
+@pytest.mark.parametrize("count", [1, COUNT])
+async def test_what_a_servers_disk_has_evicted_is_written_back(
+    count: int, tmp_path: Path
+) -> None:
+    """Or a block that its memory alone still has is lost when the server dies."""
+    spec = SPEC if count == 1 else LARGE
+    source = Filled(64, spec, seed=1)
+    hashes = chain(count)
+    below = await disk(tmp_path, "16MiB", Faults())
+    async with (
+        store_on(below, memory="memory:16MiB") as stored,
+        StoreServer(stored, "127.0.0.1:0") as server,
+    ):
+        tiers = ["memory:16MiB", f"kvwire://{server.address}"]
+        async with BlockStore.open(tiers) as one:
+            assert (await one.put(hashes, source.cache, range(count))).complete
+        keys = keys_of(stored, hashes)
+        await below.delete(keys)
+        async with BlockStore.open(tiers, write="back") as other:
+            into = Filled(64, spec).cache
+            assert (await other.get(hashes, into, range(count))).complete
+        # Its memory has evicted them.
+        assert (await below.holds(keys)).all()
+
+
+def keys_of(store: BlockStore, hashes: list[bytes]) -> Keys:
+    (digest,) = inside.tiers(store).namespaces
+    return as_keys(map(digest.__add__, hashes))

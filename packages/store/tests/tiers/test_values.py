@@ -1,0 +1,114 @@
+"""Tiers in services of values: what they remember, what is damaged, coming back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from kvwire_store.images import images_in
+from kvwire_store.keys import Keys, as_keys
+from kvwire_store.namespace import ABSENT, UNKNOWN
+from kvwire_store.tiers.base import Batch, BlockResult
+from packages.store.tests.contract import NAMESPACE
+from packages.store.tests.tiers.services import Played, Remembering
+from tests.support.pairs import until
+
+KEYS = as_keys([NAMESPACE.digest + bytes([at]) * 16 for at in range(4)])
+
+
+def batch(keys: Keys = KEYS, fill: int = 0) -> Batch:
+    memory = np.full(keys.size * NAMESPACE.image_bytes, fill, np.uint8)
+    images = images_in(memory, NAMESPACE.image_bytes, keys.size)
+    return Batch(keys, np.ones(keys.size, np.uint8), images)
+
+
+async def test_it_is_asked_again_whatever_its_client_raises() -> None:
+    """Clients raise what is no OSError; nobody would ever ask again after that."""
+    service = Played()
+    tier = await service.open()
+    service.raising = [RuntimeError("no cluster"), OSError("refused")]
+    try:
+        tier.lost(OSError("lost"))
+        assert tier.reason == "lost"
+        await until(lambda: not tier.reason)
+        assert not service.raising
+        assert not tier.error
+    finally:
+        await tier.close()
+
+
+async def test_what_is_evicted_there_is_asked_for_each_time() -> None:
+    tier = await Played().open()
+    await tier.write(NAMESPACE, batch())
+    assert (await tier.find(KEYS) == 1).all()
+    tier.service.values.clear()
+    assert (await tier.find(KEYS) == ABSENT).all()
+    assert tier.service.asked == [*KEYS, *KEYS]
+    await tier.close()
+
+
+async def test_what_was_put_or_is_absent_is_remembered_until_it_changes() -> None:
+    tier = await Played().open(Remembering)
+    assert (await tier.find(KEYS) == ABSENT).all()
+    assert (await tier.find(KEYS) == ABSENT).all()
+    assert tier.service.asked == KEYS.tolist(), "once, for a while"
+    await tier.write(NAMESPACE, batch())
+    assert (await tier.find(KEYS) == 1).all()
+    await tier.delete(KEYS[:1])
+    assert (await tier.find(KEYS) == ABSENT).tolist() == [True, False, False, False]
+    await tier.delete_namespace(NAMESPACE.digest)
+    assert tier.service.asked == KEYS.tolist()
+    assert (await tier.find(KEYS) == ABSENT).all()
+    await tier.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_an_old_answer_never_replaces_what_is_known_by_now(seed: int) -> None:
+    """Finds, puts and deletes at once: at the end ``find`` and the service agree."""
+    rng, tier = random.Random(seed), await Played().open(Remembering)
+
+    async def put(keys: Keys) -> None:
+        await tier.write(NAMESPACE, batch(keys))
+
+    async def read(keys: Keys) -> None:
+        await tier.read(NAMESPACE, batch(keys))
+
+    for _ in range(5):
+        calls = [rng.choice([put, tier.find, tier.delete, read]) for _ in range(8)]
+        await asyncio.gather(
+            *(call(KEYS[rng.sample(range(4), 2)]) for call in calls),
+        )
+        there = [key in tier.service.values for key in KEYS.tolist()]
+        assert (await tier.find(KEYS) != ABSENT).tolist() == there
+    await tier.close()
+
+
+async def test_a_value_that_is_no_block_is_damaged_and_goes() -> None:
+    service = Played()
+    tier = await service.open()
+    await tier.write(NAMESPACE, batch())
+    first, second, third, _ = KEYS.tolist()
+    tier.service.values[first] = tier.service.values[second]
+    tier.service.values[third] = tier.service.values[third][:-1]
+    results = await tier.read(NAMESPACE, batch(fill=7))
+    assert results.tolist() == [
+        *(BlockResult.DAMAGED, BlockResult.LANDED),
+        *(BlockResult.DAMAGED, BlockResult.LANDED),
+    ]
+    assert set(tier.service.values) == {KEYS[1], KEYS[3]}
+    assert tier.stats().damaged_blocks == 2
+    await tier.close()
+
+
+async def test_a_service_that_gives_no_heads_leaves_the_order_unknown() -> None:
+    tier = await Played(heads=False).open()
+    await tier.write(NAMESPACE, batch())
+    assert (await tier.find(KEYS) == UNKNOWN).all()
+    asked = batch()
+    asked.orders.fill(UNKNOWN)
+    assert (await tier.read(NAMESPACE, asked) == BlockResult.LANDED).all()
+    assert (asked.orders == 1).all()
+    await tier.close()
