@@ -335,7 +335,10 @@ class Reading:
             self._known().lose(positions, reason)
         else:
             self._known().lose(positions[stale], _WITHDRAWN)
-            if not isinstance(answer, WindowGot) or answer.sent:
+            # A block that its owner overwrites meanwhile damages the chunks that it
+            # shares with others.
+            shared = record.damaged and stale.any()
+            if not shared and (not isinstance(answer, WindowGot) or answer.sent):
                 rest = positions[~stale]
                 whole = np.full(rest.size, not record.damaged)
                 self._known().note(rest, whole, _DAMAGED)

@@ -240,6 +240,36 @@ async def test_a_frame_that_is_damaged(
         assert not target.tokens([0]).any()
 
 
+async def test_neighbours_of_a_block_that_is_taken_back_are_read_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner overwrites it while its chunk, which has others' bytes, is sent."""
+    memory = bytearray(content(2 << 20))
+    window = pair.far.expose("bytes", memory, block_bytes=64 << 10)
+    remote = await pair.left.window("bytes")
+    ticket = window.offer(range(32))
+    seal = ChecksumPolicy.seal
+    sealed: list[object] = []
+
+    def sealing(*given: Any) -> Any:
+        payload, check = seal(*given)
+        sealed.append(check)
+        if len(sealed) > 1:
+            return payload, check
+        window.withdraw([3])
+        return payload, 1
+
+    monkeypatch.setattr(ChecksumPolicy, "seal", sealing)
+    into = bytearray(len(memory))
+    outcome = await remote.get(ticket, into=into)
+    if remote.way == "messages":
+        (reason,) = outcome.missing.reasons
+        assert reason.startswith("withdrawn")
+        assert [block for _, block in outcome.missing] == [3]
+        assert len(outcome.landed) == 31
+        assert into[4 << 16 :] == memory[4 << 16 :]
+
+
 # --- its end --------------------------------------------------------------------------
 
 
