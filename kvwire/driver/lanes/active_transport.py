@@ -56,15 +56,17 @@ class ActiveTransport:
             self._counters.transport_fallbacks += 1
 
     def lane_broke(self, endpoint: LaneEndpoint) -> None:
-        """Count and log a broken lane."""
+        """Count and log a broken lane, unless the whole connection ends with it."""
         name = endpoint.backend
         reason = endpoint.reason
-        self._counters.lanes_failed += 1
         if self._lanes.open:
-            self.log(f"a lane of {name} broke: {reason}")
+            self.log(f"a lane of {name} broke: {reason}", lost=1)
             return
-        self._counters.transport_fallbacks += name != self._lanes.scheme
-        self.log(f"{name} failed, and the control link carries the data now: {reason}")
+        self.log(
+            f"{name} failed, and the control link carries the data now: {reason}",
+            lost=1,
+            fell_back=name != self._lanes.scheme,
+        )
 
     def lane_came_back(self, endpoint: LaneEndpoint) -> None:
         """Count and log a lane that has replaced a broken one."""
@@ -83,15 +85,28 @@ class ActiveTransport:
         now = self._loop.time()
         return sum(line.when() > now for line in self._pending)
 
-    def log(self, text: str, level: int = logging.WARNING) -> None:
-        """Log after a short delay, unless the whole connection has ended by then."""
+    def log(
+        self,
+        text: str,
+        level: int = logging.WARNING,
+        *,
+        lost: int = 0,
+        fell_back: bool = False,
+    ) -> None:
+        """Log and count after a short delay, unless the connection has ended by then.
+
+        A peer that was killed is a lost connection, and no failed transport.
+        """
+
+        def note() -> None:
+            self._counters.lanes_failed += lost
+            self._counters.transport_fallbacks += fell_back
+            logger.log(level, "peer %s: %s", self._peer, text)
+
         now = self._loop.time()
         self._pending = [line for line in self._pending if line.when() > now]
-        self._pending.append(  # bounded: LANES_MAX
-            self._loop.call_later(
-                LOG_DELAY_S, logger.log, level, "peer %s: %s", self._peer, text
-            )
-        )
+        # bounded: LANES_MAX
+        self._pending.append(self._loop.call_later(LOG_DELAY_S, note))
 
     def end(self) -> None:
         """Drop the delayed lines, because the connection ends."""
