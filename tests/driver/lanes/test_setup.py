@@ -305,7 +305,7 @@ async def test_a_lane_that_broke_comes_back_and_carries_the_data(
             assert reasons(end.transport_report)["tcp"] == "another was preferred"
             counters = owner.counters
             assert counters.lanes_raised == 2
-            await until(lambda counters=counters: counters.lanes_failed)
+            await until(partial(getattr, counters, "lanes_failed"))
             assert counters.lanes_failed == 1
             assert counters.transport_fallbacks == 1, "coming back is none"
         back = "is back and carries the data again"
