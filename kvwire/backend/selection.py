@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Final
 
 from kvwire.backend import registry
 from kvwire.backend.link import API_VERSION, Availability, Backend
@@ -20,6 +21,70 @@ from kvwire.errors import BackendUnavailable, UsageError, nearest
 from kvwire.types import Candidate, TransportReport
 
 _NOT_NEEDED = "another was preferred"
+# A peer may offer anything; peers of one release offer the same.
+_REPORTS_MAX: Final = 16
+
+
+class Selection:
+    """One side's choice of transports beside the links of one scheme, made once.
+
+    Only transports that cannot run at the moment are asked again for each link.
+
+    Attributes:
+        config: This side's settings.
+        scheme: The transport of the control links.
+    """
+
+    def __init__(self, config: Config, scheme: str) -> None:
+        self.config: Config = config
+        self.scheme: str = scheme
+        self._carries = False
+        self._offered: tuple[str, ...] = ()
+        # Transports that the settings allow, and that cannot run at the moment.
+        self._absent: tuple[str, ...] = ()
+        self._reports: dict[tuple[tuple[str, int], ...], TransportReport] = {}
+
+    def require(self) -> None:
+        """Refuse a scheme that carries no control links here.
+
+        Raises:
+            BackendUnavailable: The reason, with a remedy if there is one.
+        """
+        if not self._carries:
+            require_usable(self.config)
+            reason = control_rejection(self.config, self.scheme)
+            if reason:
+                raise BackendUnavailable(f"transport {self.scheme!r}: {reason}")
+            self._carries = True
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """Return the transports that this side offers.
+
+        The first call loads their libraries, which takes up to a second.
+        """
+        absent = self._absent
+        if not self._offered or (absent and any(map(_runs, absent))):
+            allowed = [n for n in registry.names() if not refusal(self.config, n)]
+            self._absent = tuple([name for name in allowed if not _runs(name)])
+            self._offered = offered(self.config, self.scheme)
+            self._reports.clear()
+        return self._offered
+
+    def negotiate(self, theirs: tuple[tuple[str, int], ...]) -> TransportReport:
+        """Return the decision, as server, about what a client offers.
+
+        Args:
+            theirs: The name and contract version of each transport.
+        """
+        own = self.offered  # it may have changed
+        report = self._reports.get(theirs)
+        if report is None or not own:
+            report = negotiate(self.config, self.scheme, theirs)
+            if len(self._reports) >= _REPORTS_MAX:
+                self._reports.clear()
+            self._reports[theirs] = report  # bounded: _REPORTS_MAX
+        return report
 
 
 def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Config:
@@ -27,7 +92,6 @@ def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Co
 
     Raises:
         UsageError: ``transport`` is empty or not a name or names.
-        BackendUnavailable: None of the required transports can run here.
     """
     if transport is not None:
         if not isinstance(transport, Iterable):
@@ -41,11 +105,18 @@ def apply_overrides(config: Config, transport: str | Iterable[str] | None) -> Co
                 "kvwire choose"
             )
         config = config.replace(require=names, prefer=names)
-    usable = [name for name in config.require if registry.availability(name).available]
-    if config.require and not usable:
+    return config
+
+
+def require_usable(config: Config) -> None:
+    """Refuse settings whose ``require`` has only transports that cannot run here.
+
+    Raises:
+        BackendUnavailable: The reason for each.
+    """
+    if config.require and not any(map(_runs, config.require)):
         reasons = "; ".join(_why_not(name) for name in config.require)
         raise BackendUnavailable(f"none of the required transports can run: {reasons}")
-    return config
 
 
 def check_transports(config: Config) -> None:
@@ -123,10 +194,7 @@ def local_rejection(config: Config, name: str, scheme: str) -> str:
 
 
 def offered(config: Config, scheme: str) -> tuple[str, ...]:
-    """Return the transports that this side offers beside a scheme's link.
-
-    The first call loads their libraries, which takes up to a second.
-    """
+    """Return the transports that this side offers beside a scheme's link."""
     return tuple(
         [name for name in registry.names() if not local_rejection(config, name, scheme)]
     )
@@ -150,29 +218,29 @@ def _stays_inside(name: str) -> bool:
 
 
 def negotiate(
-    config: Config, scheme: str, offered: Iterable[tuple[str, int]]
+    config: Config, scheme: str, theirs: Iterable[tuple[str, int]]
 ) -> TransportReport:
     """Return the server's decision about every transport that either side knows.
 
     Args:
         config: This side's settings.
         scheme: The transport of the control link.
-        offered: (name, contract version) of each transport that the client offers.
+        theirs: (name, contract version) of each transport that the client offers.
 
     Returns:
         The candidates in the order in which they are tried. The first that is possible
         is taken.
     """
-    theirs = dict(offered)
+    versions = dict(theirs)
     candidates: list[Candidate] = []
     taken = False
-    for name in _ordered(config, {*theirs, *registry.names()}):
+    for name in _ordered(config, {*versions, *registry.names()}):
         reason = local_rejection(config, name, scheme)
-        if not reason and name not in theirs:
+        if not reason and name not in versions:
             reason = "not offered by the client"
-        if not reason and theirs[name] != API_VERSION:
+        if not reason and versions[name] != API_VERSION:
             reason = (
-                f"client has contract {theirs[name]}, this side {API_VERSION}; "
+                f"client has contract {versions[name]}, this side {API_VERSION}; "
                 f"upgrade the older one"
             )
         possible = not reason
@@ -215,6 +283,10 @@ def _ordered(config: Config, names: Iterable[str]) -> list[str]:
     last = len(wished)
     ranked = [(wished.get(name, last), registry.rank(name), name) for name in names]
     return [name for _, _, name in sorted(ranked)]
+
+
+def _runs(name: str) -> bool:
+    return registry.availability(name).available
 
 
 def _why_not(name: str) -> str:

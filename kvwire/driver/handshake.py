@@ -12,8 +12,7 @@ from functools import lru_cache
 from typing import Final, Generic, TypeVar, cast
 
 from kvwire.backend import Landing, Link, LinkHandler
-from kvwire.backend.selection import negotiate
-from kvwire.config import Config
+from kvwire.backend.selection import Selection
 from kvwire.errors import (
     AuthenticationFailed,
     ConnectionLost,
@@ -77,8 +76,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         self,
         link: Link,
         handshake: Handshake,
-        config: Config,
-        scheme: str,
+        selection: Selection,
         loop: asyncio.AbstractEventLoop,
         *,
         agreed: Callable[[HandshakeDriver[T], Agreement], T],
@@ -89,21 +87,19 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         Args:
             link: The link, which is not started yet.
             handshake: The protocol's state machine for it.
-            config: This side's preferences.
-            scheme: The transport of the link.
+            selection: This side's choice of transports for such links.
             loop: The running loop.
             agreed: Creates the connection, and calls :meth:`hand_over`.
             busy: Returns the reason why no more connections are accepted, or "".
         """
         self.link = link
         self.handshake = handshake
-        self.scheme = scheme
+        self.selection = selection
         self.done: asyncio.Future[T] = loop.create_future()
         # If its waiter was cancelled, asyncio would log an error without this.
         self.done.add_done_callback(lambda d: d.cancelled() or d.exception())
         self.ended: asyncio.Future[None] = loop.create_future()
         self.identity: str = ""
-        self._config = config
         self._agreed = agreed
         self._busy = busy
         self._switch = HandlerSwitch(self)
@@ -229,11 +225,13 @@ class HandshakeDriver(LinkHandler, Generic[T]):
         handshake = self.handshake
         if not isinstance(handshake, ServerHandshake) or handshake.offer is None:
             return
-        offered = [(o.name, o.api_version) for o in handshake.offer.backends]
-        report = negotiate(self._config, self.scheme, offered)
+        offers = handshake.offer.backends
+        theirs = tuple([(one.name, one.api_version) for one in offers])
+        report = self.selection.negotiate(theirs)
+        config = self.selection.config
         handshake.choose(
             TransportChoice(
-                name=self._config.name,
+                name=config.name,
                 verdicts=tuple(
                     [
                         HandshakeVerdict(
@@ -242,7 +240,7 @@ class HandshakeDriver(LinkHandler, Generic[T]):
                         for c in report.candidates
                     ]
                 ),
-                profile=tuple(sorted(self._config.profile.items())),
+                profile=tuple(sorted(config.profile.items())),
             )
         )
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvwire.aio import start_task, yields_before_raising
 from kvwire.backend import Backend, Link, Listener
-from kvwire.backend.selection import crosses_hosts, offered
+from kvwire.backend.selection import crosses_hosts
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.dialling import listen_on_all
@@ -69,14 +69,14 @@ class Acceptor:
         Cancel safety: safe, nothing stays bound.
         """
         links = self._links
-        config = self._links.services.config
         links.check_open()
         where = Address.parse(address)
-        backend = links.backend(where.scheme, config)
+        selection = links.services.selection(where.scheme)
+        backend = links.services.backend(where.scheme)
         if links.services.tls is not None:
             links.services.tls.check_may_listen()
         # Loads the backends' libraries now instead of during a peer's handshake.
-        offered(config, where.scheme)
+        selection.offered  # noqa: B018
 
         def accept(link: Link) -> None:
             self.accept(link, backend)
@@ -114,8 +114,7 @@ class Acceptor:
         opening = links.open(
             link,
             ServerHandshake(links.identity, secrets.token_bytes(NONCE_BYTES)),
-            links.services.config,
-            backend.scheme,
+            links.services.selection(backend.scheme),
             busy=self._busy(),
         )
         self._pending[opening] = None  # bounded: PENDING_HANDSHAKES_MAX

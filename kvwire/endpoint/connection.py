@@ -410,7 +410,8 @@ class Connection(AsyncWith):
                 ``free`` is not called. If the connection is closed or lost, the
                 transfer has an outcome instead.
         """
-        self._thread.check("Connection.pull")
+        if running_loop() is not self._thread.loop:
+            self._thread.check("Connection.pull")
         check_options("pull", options)
         services = self._services
         incoming = Incoming(services, id, cache, blocks, options)
@@ -441,7 +442,8 @@ class Connection(AsyncWith):
             UsageError: The cache or the blocks cannot be used; nothing was sent. If
                 the connection is closed or lost, the transfer has an outcome instead.
         """
-        self._thread.check("Connection.push")
+        if running_loop() is not self._thread.loop:
+            self._thread.check("Connection.push")
         check_options("push", options)
         services = self._services
         outgoing = Outgoing(services, id, cache, blocks, options)

@@ -17,16 +17,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvwire.aio import seconds_of, yields_before_raising
-from kvwire.backend import API_VERSION, Backend, Link
-from kvwire.backend.selection import apply_overrides, control_rejection, offered
-from kvwire.config import Config
+from kvwire.backend import API_VERSION, Link
+from kvwire.backend.selection import Selection, apply_overrides
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.connection import Connection, Dialled
 from kvwire.endpoint.dialling import Dialling
 from kvwire.errors import (
-    BackendUnavailable,
     ClosedOK,
     ConnectError,
     ConnectionClosed,
@@ -101,18 +99,6 @@ class Links:
         if self.closed:
             raise ClosedOK("the communicator is closed")
 
-    def backend(self, scheme: str, config: Config) -> Backend:
-        """Return the backend of an address.
-
-        Raises:
-            BackendUnavailable: The backend is not installed, or the configuration rules
-                it out.
-        """
-        reason = control_rejection(config, scheme)
-        if reason:
-            raise BackendUnavailable(f"transport {scheme!r}: {reason}")
-        return self.services.backend(scheme)
-
     @yields_before_raising
     async def connect(
         self,
@@ -162,25 +148,31 @@ class Links:
         timeout_s: float | None,
         resumes: bytes = b"",
     ) -> Connection:
-        config = apply_overrides(self.services.config, transport)
+        services = self.services
         name = where = Address.parse(address)
-        backend = self.backend(where.scheme, config)
+        if transport is None:
+            selection = services.selection(where.scheme)
+        else:
+            config = apply_overrides(services.config, transport)
+            selection = Selection(config, where.scheme)
+            selection.require()
         if timeout_s is None:
-            timeout_s = config.handshake_timeout_s
-        timeout_s = seconds_of("timeout_s", timeout_s)
+            timeout_s = services.config.handshake_timeout_s
+        else:
+            timeout_s = seconds_of("timeout_s", timeout_s)
         handshake = ClientHandshake(
             self.identity,
             secrets.token_bytes(NONCE_BYTES),
-            _offer(self.identity, config, where.scheme, resumes),
+            _offer(self.identity, selection, resumes),
         )
         opening = None
-        dialling = Dialling(name, backend, self.identity.trust)
+        dialling = Dialling(name, services.backend(where.scheme), self.identity.trust)
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 where, link = await dialling.link()
-                opening = self.open(link, handshake, config, where.scheme)
+                opening = self.open(link, handshake, selection)
                 connection = await opening.wait_established()
-                await _lanes_up(connection, config.lanes)
+                await _lanes_up(connection, services.config.lanes)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -203,8 +195,7 @@ class Links:
         self,
         link: Link,
         handshake: Handshake,
-        config: Config,
-        scheme: str,
+        selection: Selection,
         busy: str = "",
     ) -> HandshakeDriver[Connection]:
         """Start a link's handshake, which ends with a connection or an error.
@@ -212,15 +203,13 @@ class Links:
         Args:
             link: A link that has not been started yet.
             handshake: This side of the handshake.
-            config: This side's preferences.
-            scheme: The transport of the link.
+            selection: This side's choice of transports for such links.
             busy: The reason why no more connections are accepted, or "".
         """
         opening = HandshakeDriver(
             link,
             handshake,
-            config,
-            scheme,
+            selection,
             self.services.loop,
             agreed=self._agreed,
             busy=busy,
@@ -270,14 +259,18 @@ class Links:
             opening.link,
             core,
             peer=peer,
-            lanes=LaneSet(opening.scheme, report_of(agreement.choice.verdicts)),
+            lanes=LaneSet(
+                opening.selection.scheme, report_of(agreement.choice.verdicts)
+            ),
             windows=self.windows,
             ended=self._connection_ended,
         )
         self._add_driver(connection._driver)
         opening.hand_over(connection._driver)
         self.connections[connection] = None
-        logger.debug("connection to %s over %s", connection.peer, opening.scheme)
+        logger.debug(
+            "connection to %s over %s", connection.peer, opening.selection.scheme
+        )
         services.counters.connections += 1
         return connection
 
@@ -310,14 +303,10 @@ async def _lanes_up(connection: Connection, count: int) -> None:
         raise
 
 
-def _offer(
-    identity: Identity, config: Config, scheme: str, resumes: bytes
-) -> TransportOffer:
+def _offer(identity: Identity, selection: Selection, resumes: bytes) -> TransportOffer:
     return TransportOffer(
         name=identity.name,
-        backends=tuple(
-            [BackendOffer(name, API_VERSION) for name in offered(config, scheme)]
-        ),
+        backends=tuple([BackendOffer(name, API_VERSION) for name in selection.offered]),
         profile=identity.profile,
         resumes=resumes,
     )

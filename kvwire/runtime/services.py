@@ -10,6 +10,7 @@ import asyncio
 
 from kvwire.aio import LoopThread
 from kvwire.backend import Backend, registry
+from kvwire.backend.selection import Selection
 from kvwire.config import Config
 from kvwire.limits import SPAN_BYTES_MAX
 from kvwire.runtime.buffers import BufferTable
@@ -53,6 +54,7 @@ class Services:
         self.ring: TraceRing | None = None
         self.tls = tls
         self._backends: dict[str, Backend] = {}
+        self._selections: dict[str, Selection] = {}
 
     @property
     def certificate(self) -> Validity | None:
@@ -71,6 +73,19 @@ class Services:
                 backend.use_tls(self.tls)
             self._backends[name] = backend  # bounded: BACKENDS_MAX
         return self._backends[name]
+
+    def selection(self, scheme: str) -> Selection:
+        """Return the choice of transports beside the links of a scheme.
+
+        Raises:
+            BackendUnavailable: The scheme carries no control links here.
+        """
+        found = self._selections.get(scheme)
+        if found is None:
+            found = Selection(self.config, scheme)
+            found.require()
+            self._selections[scheme] = found  # bounded: BACKENDS_MAX
+        return found
 
     async def close(self) -> None:
         """End the threads, streams and backends, which no connection uses any more.

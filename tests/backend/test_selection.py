@@ -179,7 +179,29 @@ def test_what_cannot_run_cannot_be_required() -> None:
         (Config(), ["ucx", "rdma"]),
     ]:
         with pytest.raises(BackendUnavailable, match="libucp is not installed; pip"):
-            selection.apply_overrides(config, transport)
+            selection.require_usable(selection.apply_overrides(config, transport))
+
+
+def test_a_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again once a transport that could not run can: none is ruled out for good."""
+    made = selection.Selection(Config(), "tcp")
+    made.require()
+    assert made.offered == ("local", "tcp")
+    theirs = tuple((name, API_VERSION) for name in ("tcp", "ucx"))
+    report = made.negotiate(theirs)
+    assert made.negotiate(theirs) is report
+    assert report.taken == "tcp"
+    there = Availability(available=True, reason="libucp")
+    monkeypatch.setitem(_KNOWN, "ucx", there)
+    assert made.offered == ("local", "tcp", "ucx")
+    assert made.negotiate(theirs).taken == "ucx"
+
+
+def test_a_peer_that_offers_ever_new_lists_fills_no_memory() -> None:
+    made = selection.Selection(Config(), "tcp")
+    for number in range(100):
+        made.negotiate(((f"x{number}", API_VERSION),))
+    assert len(made._reports) <= 16
 
 
 @pytest.mark.parametrize("transport", [[], ()])

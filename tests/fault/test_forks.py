@@ -133,15 +133,15 @@ ENDS = {
 ENGINES = """
 with kvwire.Engine(name="a") as a, kvwire.Engine(name="b") as b:
     c = b.connect("localhost:%d" % a.listen("127.0.0.1:0").port)
-    taken = a.accept()
+    taken = a.run(a.communicator.accept())
 
-    async def as_libraries_do(_):
+    async def as_libraries_do():
         _, writer = await asyncio.open_connection("localhost", other.getsockname()[1])
         writer.close()
         await writer.wait_closed()
 
     with socket.create_server(("127.0.0.1", 0)) as other:
-        a.start(as_libraries_do).result(10)
+        a.run(as_libraries_do(), timeout_s=10)
     ends = []
     for _ in range(5):
         child = os.fork()
@@ -149,8 +149,14 @@ with kvwire.Engine(name="a") as a, kvwire.Engine(name="b") as b:
             END
         ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    c.send(1, b"after the forks", timeout=10)
-    print(ends, taken.recv(1, timeout=10).decode())
+    async def send():
+        await c.send(1, b"after the forks")
+
+    async def receive():
+        return await taken.recv(1)
+
+    b.run(send(), timeout_s=10)
+    print(ends, a.run(receive(), timeout_s=10).decode())
 """
 LOOPS = """
 async def main():

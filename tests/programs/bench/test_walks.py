@@ -16,10 +16,10 @@ from tests.programs.bench.walks import ALIVE, WALKS, alive, walk
 CEILINGS: Final = {
     "send 100 B": (8, 7, 8),
     "send 4 MB": (21, 15, 19),
-    "pull to OPEN on the link": (40, 24, 33),
+    "pull to OPEN on the link": (38, 22, 31),
     "mark to socket": (29, 15, 21),
     "ready to layer": (88, 28, 71),
-    "connect": (536, 62, 372),
+    "connect": (447, 53, 316),
 }
 # So many more of each copy the pieces of a layer where nothing is compiled.
 _NOT_COMPILED: Final = (8, 1, 4)
