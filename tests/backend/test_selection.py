@@ -186,14 +186,14 @@ def test_a_choice_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And again once a transport that could not run can: none is ruled out for good."""
     made = selection.Selection(Config(), "tcp")
     made.require()
-    assert made.offered == ("local", "tcp")
+    assert list(made.offered) == ["local", "tcp"]
     theirs = tuple((name, API_VERSION) for name in ("tcp", "ucx"))
     report = made.negotiate(theirs)
     assert made.negotiate(theirs) is report
     assert report.taken == "tcp"
     there = Availability(available=True, reason="libucp")
     monkeypatch.setitem(_KNOWN, "ucx", there)
-    assert made.offered == ("local", "tcp", "ucx")
+    assert list(made.offered) == ["local", "tcp", "ucx"]
     assert made.negotiate(theirs).taken == "ucx"
 
 
