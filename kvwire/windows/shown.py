@@ -16,6 +16,7 @@ from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneEndpoint, LaneState
 from kvwire.errors import (
     BackendUnavailable,
+    ConnectionLost,
     ProfileMismatch,
     ProtocolError,
     StaleRegion,
@@ -347,15 +348,29 @@ class OwnWindows:
         """End a window at the peer, which answers once its lanes have stopped reading.
 
         If no lane of the peer has the window, the peer cannot read it by itself, and
-        nothing has to be awaited.
+        nothing has to be awaited. A peer that does not answer in time is cut off.
         """
+        services = self._driver.services
         for shown in list(self.by_number.values()):
             if shown.window is window:
                 self._driver.core.windows.hide(shown.number)
                 if not shown.lanes:
                     del self.by_number[shown.number]
                     self._forget(shown)
+                else:
+                    timeout_s = services.config.close_timeout_s
+                    services.loop.call_later(timeout_s, self._cut_off, shown.number)
         self._driver.run()
+
+    def _cut_off(self, number: int) -> None:
+        """End the connection of a peer that holds on to a closed window."""
+        shown = self.by_number.get(number)
+        if shown is not None:
+            name = shown.window.name
+            timeout_s = self._driver.services.config.close_timeout_s
+            why = f"the peer still reads window {name!r}, closed {timeout_s:g} s ago"
+            self._driver.core.fail(ConnectionLost(why))
+            self._driver.run()
 
     def _forget(self, shown: ShownWindow) -> None:
         window = shown.window

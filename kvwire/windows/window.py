@@ -143,8 +143,8 @@ class Window(Closing):
     async def close(self) -> None:
         """Withdraw all blocks, and wait until no transport touches the memory.
 
-        There is no deadline: if a reader does not answer, the liveness check ends its
-        connection.
+        Readers are asked to stop. If one does not answer within ``close_timeout_s``,
+        its connection is ended.
 
         Cancel safety: safe. The window is closed either way; call it again to continue
         waiting for its memory.

@@ -12,11 +12,13 @@ import pytest
 import kvwire
 from kvwire.backend import WindowReader
 from kvwire.limits import MIB, WINDOW_GET_BYTES_MAX
+from kvwire.windows.opened import PeerWindows
 from kvwire_certify.oracle import content
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, needs_reading
 from tests.support import inside
 from tests.support.caches import Filled
 from tests.support.pairs import Pair, connected, turns, until
+from tests.support.waiting import PATIENCE_S
 
 UCX: dict[str, Any] = {
     "prefer": ("ucx",),
@@ -273,3 +275,19 @@ async def test_an_opening_does_not_wait_for_a_lane_for_ever(
         assert into == memory
         await remote.close()
         never.set()
+
+
+async def test_a_reader_that_holds_on_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It answers pings, and never says that it no longer reads."""
+    async with connected(prefer=("local", "tcp"), far={"close_timeout_s": 0.2}) as pair:
+        window = pair.far.expose("w", bytearray(1 << 16), block_bytes=4096)
+        remote = await pair.left.window("w")
+        await until(lambda: remote.way != "messages")
+        monkeypatch.setattr(PeerWindows, "closed", lambda *_: None)
+        async with asyncio.timeout(PATIENCE_S):
+            await window.close()
+            await pair.right.wait_closed()
+        with pytest.raises(kvwire.ConnectionLost, match="still reads window 'w'"):
+            await pair.right.send(1, b"x")
