@@ -133,20 +133,10 @@ def start_task(
 
     Args:
         coroutine: What the task runs.
-        lasting: Whether it may outlive the call; see :func:`without_context`.
+        lasting: Whether it may outlive the call; then it keeps none of its context.
     """
     context = contextvars.Context() if lasting else None
     return asyncio.Task(coroutine, loop=asyncio.get_running_loop(), context=context)
-
-
-def without_context(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-    """Call a function without the caller's context variables.
-
-    asyncio keeps a caller's context with each callback, and a callback's context with
-    what that callback registers. What lasts as long as a link would keep the variables
-    of the request that happened to dial it.
-    """
-    return contextvars.Context().run(call, *args, **options)
 
 
 def settler(over: asyncio.Future[T]) -> Callable[[T], None]:

@@ -45,8 +45,8 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from kvwire.aio import start_task, without_context
 from kvwire.backend import Landing, Payload, WindowMemory, WindowReader
+from kvwire.backend.contexts import lasting_task, without_context
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.limits import KIB, SPAN_BYTES_MAX
@@ -134,15 +134,11 @@ class LocalLane(Lane):
             self._host.require_same(Host.decode(bootstrap))
             if self._role is Role.SERVER:
                 listener = self._rendezvous.listen()
-                self._rendezvous_task = start_task(
-                    self._rendezvous.wait(listener), lasting=True
-                )
+                self._rendezvous_task = lasting_task(self._rendezvous.wait(listener))
                 self._rendezvous_task.add_done_callback(lambda _: listener.close())
                 self._rendezvous_task.add_done_callback(self._on_rendezvous)
             else:
-                self._rendezvous_task = start_task(
-                    self._rendezvous.connect(), lasting=True
-                )
+                self._rendezvous_task = lasting_task(self._rendezvous.connect())
                 self._come_up(await self._rendezvous_task)
                 if self._ended:  # aborted since the rendezvous ended
                     raise BackendUnavailable("local: the lane was aborted")

@@ -44,7 +44,7 @@ import socket
 from abc import ABC, abstractmethod
 from typing import Final, TypeAlias
 
-from kvwire.aio import without_context
+from kvwire.backend.contexts import without_context
 from kvwire.errors import AuthenticationFailed, ConnectionLost
 from kvwire.limits import CLOSE_TIMEOUT_S, WAKEUP_BYTES
 from kvwire.types import Address

@@ -21,8 +21,8 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from kvwire.aio import without_context
 from kvwire.backend import Landing, Payload
+from kvwire.backend.contexts import without_context
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.errors import (
     AuthenticationFailed,

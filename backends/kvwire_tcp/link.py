@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 
-from kvwire.aio import without_context
 from kvwire.backend import Landing, Link, LinkHandler, Payload
+from kvwire.backend.contexts import without_context
 from kvwire.errors import ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES

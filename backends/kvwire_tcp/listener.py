@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
-from kvwire.aio import without_context
 from kvwire.backend import Link, Listener, keep_from_children
+from kvwire.backend.contexts import without_context
 from kvwire.types import Address
 from kvwire_tcp.lane import PendingLanes
 from kvwire_tcp.link import TcpLink
