@@ -22,6 +22,7 @@ from kvwire.errors import (
     ConnectionLost,
     KVWireError,
     PeerUnresponsive,
+    shown,
 )
 from kvwire.limits import STALL_TOLERANCE_S
 from kvwire.proto.state import CloseState
@@ -192,7 +193,10 @@ class Reconnector:
             self.retire(new)
             return True
         if new._dialled == lost._dialled:
-            why = "the peer has restarted; its side of it is gone"
+            why = "the peer has restarted"
+            if new.peer.name != lost.peer.name:
+                why = f"another process, {shown(new.peer.name)}, answered for the peer"
+            why += "; the peer's side of it is gone"
             self._registry.peer_gone(origin, why)
         await new.close()
         # Otherwise it is another process behind the same name.
