@@ -453,10 +453,18 @@ def drop_frames(error: BaseException) -> None:
         link = link.__context__
 
 
+def refused_call(error: OSError, call: str, remedy: str) -> OSError:
+    """Return a system call's error with the name of the call and its own remedy."""
+    named = OSError(error.errno, f"{call}: {error.strerror}")
+    named.add_note(remedy)
+    return named
+
+
 def with_remedy(error: BaseException) -> str:
-    """Return a system error's text together with a remedy."""
+    """Return a system error's text together with a remedy; a note of its own first."""
     text = (getattr(error, "strerror", None) or str(error)).rstrip(".")
-    remedy = _REMEDIES.get(getattr(error, "errno", None) or 0)
+    remedy = "; ".join(getattr(error, "__notes__", ()))
+    remedy = remedy or _REMEDIES.get(getattr(error, "errno", None) or 0, "")
     where = getattr(error, "filename", None)
     if isinstance(where, str):
         text = f"{where}: {text}"

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
 import itertools
+import logging
 import mmap
 import os
 import sys
@@ -32,7 +34,7 @@ from typing import Any, Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, refused_call
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import MIB
 from kvwire.memory.buffers import MID_PAGE_BYTES
@@ -51,6 +53,16 @@ _MAP_FAILED: Final = ctypes.c_size_t(-1).value
 _F_SEAL_FUTURE_WRITE: Final = 0x0010
 # A cache line, which is also the alignment that the widest vector instructions need.
 _ALIGNMENT: Final = 64
+
+
+# A profile of seccomp refuses a call with the first, an older kernel or gVisor's with
+# the second.
+_REFUSED: Final = (errno.EPERM, errno.ENOSYS, errno.EACCES)
+_REMEDY: Final = (
+    "to share memory, allow memfd_create in the sandbox's profile (seccomp)"
+)
+
+logger: logging.Logger = logging.getLogger("kvwire")
 
 
 class Arena:
@@ -95,7 +107,12 @@ class Arena:
         # The bytes of the mapping that are in use.
         self._used = MID_PAGE_BYTES
         self._closed = False
-        self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            self._fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as exc:
+            if exc.errno in _REFUSED:
+                raise refused_call(exc, "memfd_create", _REMEDY) from None
+            raise
         try:
             os.ftruncate(self._fd, self.mapped_bytes)
             self._map = SharedMapping(self._fd, self.mapped_bytes, writable=True)
@@ -261,6 +278,29 @@ def arena_at(first: int, end: int) -> Arena | None:
     """Return the arena with the addresses in ``range(first, end)``."""
     there = list(_arenas.values())
     return next((arena for arena in there if arena.holds(first, end)), None)
+
+
+@functools.cache
+def may_share() -> bool:
+    """Return whether this process can make memory that other processes can map.
+
+    If a sandbox refuses that, the reason is logged once; ordinary memory does instead,
+    and peers of this host get copies.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.memfd_create("kvwire-trial", os.MFD_CLOEXEC))
+    except OSError as exc:
+        if exc.errno in _REFUSED:
+            logger.warning(
+                "memfd_create: %s; memory here is this process's own, and peers of "
+                "this host get copies; %s",
+                exc.strerror,
+                _REMEDY,
+            )
+            return False
+    return True  # whatever else is the matter, the caller gets that error
 
 
 class SharedMapping:

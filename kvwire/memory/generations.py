@@ -31,7 +31,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import sys
 import threading
 import weakref
 from typing import Final
@@ -42,7 +41,7 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Array
 from kvwire.limits import KIB
-from kvwire.memory.arena import Arena
+from kvwire.memory.arena import Arena, may_share
 from kvwire.memory.compiled import (
     CompiledFunction,
     as_argument,
@@ -96,7 +95,7 @@ class Generations:
             require_order()
         self.nbytes: int = ENTRY_BYTES * count
         self.arena: Arena | None = None
-        if sys.platform == "linux":
+        if may_share():
             self.arena = Arena(self.nbytes, name="kvwire-generations")
             self._table: Array = self.arena.numpy(count, np.uint64)
             # Called by `close`, or if the table is dropped without being closed.

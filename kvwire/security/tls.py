@@ -22,13 +22,13 @@ import hashlib
 import logging
 import os
 import ssl
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any, Final
 
 from kvwire.config import ANYBODY, Config
 from kvwire.errors import AuthenticationFailed, UsageError, shown
+from kvwire.memory.arena import may_share
 from kvwire.security.keys import read_file
 from kvwire.security.validity import (
     OwnCertificate,
@@ -272,7 +272,7 @@ def _as_file(content: bytes) -> Iterator[str]:
 
     OpenSSL reads certificates and keys only from paths.
     """
-    if sys.platform == "linux":
+    if may_share():
         # It is never on a disk, and exists as long as the descriptor is open.
         with os.fdopen(os.memfd_create("kvwire-tls"), "wb") as file:
             file.write(content)

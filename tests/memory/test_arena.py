@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, with_remedy
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.arena import (
     HUGE_PAGE_BYTES,
@@ -74,6 +74,19 @@ def test_elsewhere_than_on_linux_it_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UsageError, match="only Linux"):
         Arena(4096)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_sandbox_that_refuses_memfd_create_is_named(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(OSError, match="memfd_create: ") as caught:
+        Arena(1)
+    assert "allow memfd_create in the sandbox's profile" in with_remedy(caught.value)
 
 
 def test_it_is_not_unmapped_under_an_array() -> None:

@@ -100,6 +100,15 @@ async def test_the_first_message_has_the_name_that_was_dialled(
         assert (peer, peer.name) == (where, host if host == "localhost" else "")
 
 
+async def test_files_are_read_where_a_sandbox_refuses_memfd_create(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvwire.security.tls.may_share", lambda: False)
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with connected(near=near, far=far, prefer=("tcp",)) as made:
+        assert made.left.peer.identity == FAR
+
+
 async def test_each_side_knows_who_the_other_is(pair: Pair) -> None:
     assert (pair.left.peer.identity, pair.right.peer.identity) == (FAR, NEAR)
     for connection in (pair.left, pair.right):

@@ -16,12 +16,23 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from kvwire.backend import keep_from_children
-from kvwire.errors import UsageError, shown
+from kvwire.errors import UsageError, refused_call, shown
 from kvwire_store.tiers.disk_index import DiskIndex
 from kvwire_store.tiers.slabs import stride_of
 
 _INDEX: Final = "index.sqlite"
 _IMAGES: Final = "images"
+# A profile of seccomp refuses a call with the first, an older kernel with the second.
+_FORBIDDEN: Final = (errno.EPERM, errno.ENOSYS)
+_NO_LOCKS: Final = (
+    "without a lock two processes could write to one store: allow flock in the "
+    "sandbox's profile (seccomp), mount the file system with locks (Lustre: -o flock), "
+    "or give another place"
+)
+_NO_ROOM: Final = (
+    "the disk's room could not be allocated: allow fallocate in the sandbox's profile "
+    "(seccomp), or give another place"
+)
 
 
 class TierDirectory:
@@ -160,6 +171,8 @@ class File:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        except OSError as exc:
+            raise refused_call(exc, "flock", _NO_LOCKS) from None
         keep_from_children(self)
         return True
 
@@ -210,7 +223,12 @@ class File:
     def allocate(self, offset: int, nbytes: int) -> None:
         """Allocate disk space for a part of the file, which grows to hold it."""
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(self._fd, offset, nbytes)
+            try:
+                os.posix_fallocate(self._fd, offset, nbytes)
+            except OSError as exc:
+                if exc.errno in _FORBIDDEN:
+                    raise refused_call(exc, "fallocate", _NO_ROOM) from None
+                raise
         else:
             os.ftruncate(self._fd, offset + nbytes)
 

@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import weakref
 from collections.abc import Awaitable, Callable
 from itertools import repeat
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,7 @@ import numpy.typing as npt
 from kvwire.aio import start_task
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Array, Fragments
-from kvwire.memory.arena import Arena
+from kvwire.memory.arena import Arena, may_share
 from kvwire.memory.generations import Generations
 from kvwire_store.images import line_of, rows
 from kvwire_store.index import Index
@@ -54,7 +53,6 @@ logger: logging.Logger = logging.getLogger("kvwire.store")
 Demote = Callable[[IndexedSlots], Awaitable[str]]
 """Writes blocks to lower tiers that lack them; returns why some were refused."""
 _Bytes = npt.NDArray[np.uint8]
-_IS_LINUX: Final = sys.platform == "linux"
 
 
 class MemoryTier:
@@ -325,7 +323,7 @@ class MemoryTier:
     @staticmethod
     def _allocate(nbytes: int) -> tuple[Arena | None, _Bytes]:
         """Allocate memory that processes of this host can map, if possible."""
-        if not _IS_LINUX:
+        if not may_share():
             return None, np.zeros(nbytes, np.uint8)
         arena = Arena(nbytes, name="kvwire-store")
         memory: npt.NDArray[Any] = arena.buffer(nbytes)
