@@ -19,7 +19,7 @@ CEILINGS: Final = {
     "pull to OPEN on the link": (38, 22, 31),
     "mark to socket": (29, 15, 21),
     "ready to layer": (88, 28, 71),
-    "connect": (447, 53, 316),
+    "connect": (449, 54, 318),
 }
 # So many more of each copy the pieces of a layer where nothing is compiled.
 _NOT_COMPILED: Final = (8, 1, 4)
