@@ -19,7 +19,7 @@ import pytest
 
 import kvwire
 from kvwire.backend import registry
-from tests.support.pairs import Pair, connected, until
+from tests.support.pairs import Pair, connected, turns, until
 
 NBYTES = 1 << 20
 SPEC = kvwire.KVSpec(
@@ -89,7 +89,7 @@ async def a_receive_that_is_cancelled(pair: Pair, made: Buffers) -> None:
 
 async def a_task_that_is_cancelled(pair: Pair, made: Buffers) -> None:
     task = asyncio.create_task(pair.left.recv(2, into=made()))
-    await asyncio.sleep(SOON_S)
+    await turns(5)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
