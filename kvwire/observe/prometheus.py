@@ -1,7 +1,9 @@
 """Communicators as Prometheus metrics.
 
 >>> from prometheus_client import REGISTRY
->>> REGISTRY.register(CommunicatorCollector(comm))
+>>> collector = CommunicatorCollector(comm)
+>>> REGISTRY.register(collector)
+>>> collector.add(another)
 
 The numbers are read when Prometheus scrapes, and are not kept a second time. Names
 follow Prometheus's conventions: a unit, and ``_total`` for counters.
@@ -11,10 +13,11 @@ from __future__ import annotations
 
 import collections
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from kvwire import Communicator
+from kvwire import Communicator, UsageError
 from kvwire.endpoint.communicator import services_of
 from kvwire.extras import needed_by
 from kvwire.observe.distributions import Distribution, TransferDistributions
@@ -28,6 +31,7 @@ with needed_by("kvwire.observe.prometheus", extra="metrics"):
     )
     from prometheus_client.registry import Collector
 
+T = TypeVar("T")
 # Exported fields of Counters, each with its description; the field ends the metric's
 # name.
 _COUNTS: Final = {
@@ -64,28 +68,78 @@ _GAUGES: Final = {
 }
 
 
-class CommunicatorCollector(Collector):
-    """Collects one communicator's numbers, labelled with its name.
+class SourcesCollector(Collector, ABC, Generic[T]):
+    """Collects the numbers of several sources, each with a name as a label.
 
-    Args:
-        communicator: The communicator; do not close it while it is registered. The
-            distributions count transfers that begin from now on, so make this on the
-            communicator's loop.
+    A registry needs one collector for all sources of a kind: each metric may be there
+    once. A second collector is refused by the registry.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._distributions = TransferDistributions()
-        communicator.watchers.add(self._distributions)
+    def __init__(self) -> None:
+        self._sources: dict[str, T] = {}
+
+    def _add(self, name: str, source: T, what: str) -> None:
+        if name in self._sources:
+            raise UsageError(
+                f"two {what} of one collector are called {name!r}; give each its own "
+                "name, which is a label of its numbers"
+            )
+        self._sources = {**self._sources, name: source}
+
+    def remove(self, name: str) -> None:
+        """Collect no more of the source with this name, before it is closed."""
+        self._sources = {k: v for k, v in self._sources.items() if k != name}
 
     def describe(self) -> list[Metric]:
-        """Return nothing, since the metrics have fixed names."""
-        return []
+        """Return every metric, so that a registry knows what is in it."""
+        return list(self.collect())
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current numbers. From any thread."""
-        communicator = self._communicator
-        name = communicator.name
+        found: dict[str, Metric] = {}
+        for name, source in self._sources.items():
+            for family in self._families(name, source):
+                found.setdefault(family.name, family)
+                if found[family.name] is not family:
+                    found[family.name].samples += family.samples
+        yield from found.values()
+
+    @abstractmethod
+    def _families(self, name: str, source: T) -> Iterator[Metric]:
+        """Yield the current numbers of one source."""
+
+
+class CommunicatorCollector(
+    SourcesCollector[tuple[Communicator, TransferDistributions]]
+):
+    """Collects numbers of communicators, each labelled with its name.
+
+    Args:
+        communicator: The first one; see :meth:`add`.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__()
+        self.add(communicator)
+
+    def add(self, communicator: Communicator) -> None:
+        """Collect another communicator's numbers as well.
+
+        Remove it before you close it. The distributions count transfers that begin from
+        now on, so call this on the communicator's loop.
+
+        Raises:
+            UsageError: Another one has its name.
+        """
+        distributions = TransferDistributions()
+        source = communicator, distributions
+        self._add(communicator.name, source, "communicators")
+        communicator.watchers.add(distributions)
+
+    def _families(
+        self, name: str, source: tuple[Communicator, TransferDistributions]
+    ) -> Iterator[Metric]:
+        communicator, distributions = source
         counters = communicator.counters
         labels = ["communicator"]
         live = communicator.live_connections
@@ -116,43 +170,45 @@ class CommunicatorCollector(Collector):
         )
         unreceived.add_metric([name], sum(sum(c.unreceived.values()) for c in live))
         yield unreceived
-        yield from self._certificate(name)
-        yield from self._by_peer(name)
+        yield from _certificate(communicator)
+        yield from _by_peer(name, distributions)
         for metric, text, field in _DISTRIBUTIONS:
             histogram = HistogramMetricFamily(metric, text, labels=labels)
-            found: Distribution = getattr(self._distributions, field)
+            found: Distribution = getattr(distributions, field)
             histogram.add_metric([name], found.buckets, found.total)
             yield histogram
 
-    def _certificate(self, name: str) -> Iterator[Metric]:
-        """Yield the certificate's validity; nothing unless trust is ``mtls``."""
-        found = services_of(self._communicator).certificate
-        for field, verb in (("not_before", "begins"), ("not_after", "ends")):
-            family = GaugeMetricFamily(
-                f"kvwire_certificate_{field}_timestamp_seconds",
-                f"When the certificate's validity {verb}; only with trust mtls",
-                labels=["communicator"],
-            )
-            if found is not None and math.isfinite(getattr(found, field)):
-                family.add_metric([name], getattr(found, field))
-            yield family
 
-    def _by_peer(self, name: str) -> Iterator[Metric]:
-        """Yield the ended transfers by peer; the number of labels is bounded."""
-        labels = ["communicator", "peer", "role", "outcome"]
-        ends = CounterMetricFamily(
-            "kvwire_peer_transfers",
-            'Ended KV transfers by peer; "other" beyond 64 peers',
-            labels=labels,
+def _certificate(communicator: Communicator) -> Iterator[Metric]:
+    """Yield the certificate's validity; nothing unless trust is ``mtls``."""
+    found = services_of(communicator).certificate
+    for field, verb in (("not_before", "begins"), ("not_after", "ends")):
+        family = GaugeMetricFamily(
+            f"kvwire_certificate_{field}_timestamp_seconds",
+            f"When the certificate's validity {verb}; only with trust mtls",
+            labels=["communicator"],
         )
-        moved = CounterMetricFamily(
-            "kvwire_peer_bytes", "KV bytes that landed, by peer", labels=labels
-        )
-        for key, (count, nbytes) in sorted(self._distributions.peers.copy().items()):
-            ends.add_metric([name, *key], count)
-            moved.add_metric([name, *key], nbytes)
-        yield ends
-        yield moved
+        if found is not None and math.isfinite(getattr(found, field)):
+            family.add_metric([communicator.name], getattr(found, field))
+        yield family
+
+
+def _by_peer(name: str, distributions: TransferDistributions) -> Iterator[Metric]:
+    """Yield the ended transfers by peer; the number of labels is bounded."""
+    labels = ["communicator", "peer", "role", "outcome"]
+    ends = CounterMetricFamily(
+        "kvwire_peer_transfers",
+        'Ended KV transfers by peer; "other" beyond 64 peers',
+        labels=labels,
+    )
+    moved = CounterMetricFamily(
+        "kvwire_peer_bytes", "KV bytes that landed, by peer", labels=labels
+    )
+    for key, (count, nbytes) in sorted(distributions.peers.copy().items()):
+        ends.add_metric([name, *key], count)
+        moved.add_metric([name, *key], nbytes)
+    yield ends
+    yield moved
 
 
 def families(

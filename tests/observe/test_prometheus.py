@@ -5,7 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import pytest
 from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 import kvwire
@@ -29,6 +32,13 @@ class Scrape:
         return self._registry.get_sample_value(metric, self._labels | labels)
 
 
+def sources_of(registry: CollectorRegistry, label: str) -> set[str]:
+    """Return a label's values, as a strict reader finds them."""
+    found = [*text_string_to_metric_families(generate_latest(registry).decode())]
+    assert len(found) == len({family.name for family in found})
+    return {sample.labels[label] for family in found for sample in family.samples}
+
+
 async def test_a_scrape_shows_what_has_happened() -> None:
     async with connected("inproc", name="one") as pair:
         value = Scrape(CommunicatorCollector(pair.near), communicator="one")
@@ -47,6 +57,26 @@ async def test_a_scrape_shows_what_has_happened() -> None:
         assert pair.far.counters.sent_bytes == outcome.nbytes
         await inc.drained()
         assert value("kvwire_quarantined_bytes") == 0
+
+
+async def test_a_registry_has_one_collector_for_all_communicators() -> None:
+    """Two collectors of one kind are no valid exposition: each family is there once."""
+    async with (
+        kvwire.open(name="a") as a,
+        kvwire.open(name="b") as b,
+        kvwire.open(name="a") as also_a,
+    ):
+        registry = CollectorRegistry()
+        collector = CommunicatorCollector(a)
+        registry.register(collector)
+        with pytest.raises(ValueError, match="Duplicated timeseries"):
+            registry.register(CommunicatorCollector(b))
+        collector.add(b)
+        with pytest.raises(kvwire.UsageError, match=r"communicators .* are called 'a'"):
+            collector.add(also_a)
+        assert sources_of(registry, "communicator") == {"a", "b"}
+        collector.remove("a")
+        assert sources_of(registry, "communicator") == {"b"}
 
 
 async def test_a_scrape_shows_when_a_certificate_expires(tmp_path: Path) -> None:

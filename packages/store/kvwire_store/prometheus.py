@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 
 from kvwire.extras import needed_by
-from kvwire.observe.prometheus import families
+from kvwire.observe.prometheus import SourcesCollector, families
 from kvwire_store.store import BlockStore
 
 with needed_by("kvwire_store.prometheus", extra="metrics"):
@@ -22,7 +22,6 @@ with needed_by("kvwire_store.prometheus", extra="metrics"):
         GaugeMetricFamily,
         Metric,
     )
-    from prometheus_client.registry import Collector
 
 # Exported fields of StoreCounters.
 _STORE_COUNTS: Final = {
@@ -65,37 +64,38 @@ _TENANT_GAUGES: Final = {
 }
 
 
-class StoreCollector(Collector):
-    """Collects one store's numbers, labelled ``store``, and ``tier`` for each tier.
+class StoreCollector(SourcesCollector[BlockStore]):
+    """Collects numbers of stores, labelled ``store``, and ``tier`` for each tier.
 
     The label ``tenant`` has the tenant's name, or "" for blocks without a tenant.
 
     Args:
-        store: The store.
-        name: The value of the label ``store``.
+        store: The first store; see :meth:`add`.
+        name: The value of its label ``store``.
     """
 
     def __init__(self, store: BlockStore, name: str = "") -> None:
-        self._store = store
-        self._name = name
+        super().__init__()
+        self.add(store, name)
 
-    def describe(self) -> list[Metric]:
-        """Return nothing, since the metrics have fixed names."""
-        return []
+    def add(self, store: BlockStore, name: str) -> None:
+        """Collect another store's numbers as well.
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the current numbers. From any thread."""
-        name = self._name
-        store = self._store
+        Raises:
+            UsageError: Another store has this name.
+        """
+        self._add(name, store, "stores")
+
+    def _families(self, name: str, source: BlockStore) -> Iterator[Metric]:
         count = partial(families, CounterMetricFamily)
         gauge = partial(families, GaugeMetricFamily)
         prefix = "kvwire_store_"
         labels = ["store", "tier"]
-        yield from count(prefix, _STORE_COUNTS, ["store"], [((name,), store.counters)])
-        tiers = [((name, tier), numbers) for tier, numbers in store.stats().items()]
+        yield from count(prefix, _STORE_COUNTS, ["store"], [((name,), source.counters)])
+        tiers = [((name, tier), numbers) for tier, numbers in source.stats().items()]
         yield from count(prefix, _TIER_COUNTS, labels, tiers)
         yield from gauge(prefix, _TIER_GAUGES, labels, tiers)
-        if tenants := store.tenant_stats():
+        if tenants := source.tenant_stats():
             counts = [((name, tenant), one.counters) for tenant, one in tenants.items()]
             uses = [
                 ((name, tier, tenant), use)
@@ -108,6 +108,6 @@ class StoreCollector(Collector):
         trouble = GaugeMetricFamily(
             "kvwire_store_trouble", "Whether a tier has reported trouble", labels=labels
         )
-        for tier, reason in store.report.items():
+        for tier, reason in source.report.items():
             trouble.add_metric([name, tier], bool(reason))
         yield trouble
