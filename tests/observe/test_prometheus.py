@@ -34,7 +34,8 @@ class Scrape:
 
 def sources_of(registry: CollectorRegistry, label: str) -> set[str]:
     """Return a label's values, as a strict reader finds them."""
-    found = [*text_string_to_metric_families(generate_latest(registry).decode())]
+    text = generate_latest(registry).decode()  # type: ignore[no-untyped-call]
+    found = [*text_string_to_metric_families(text)]  # type: ignore[no-untyped-call]
     assert len(found) == len({family.name for family in found})
     return {sample.labels[label] for family in found for sample in family.samples}
 

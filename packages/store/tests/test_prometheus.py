@@ -31,8 +31,9 @@ async def test_a_registry_has_one_collector_for_all_stores(tmp_path: Path) -> No
         collector.add(two, "two")
         with pytest.raises(UsageError, match=r"stores .* are called 'two'"):
             collector.add(one, "two")
-        text = generate_latest(registry).decode()
-        found = {f.name: f for f in text_string_to_metric_families(text)}
+        text = generate_latest(registry).decode()  # type: ignore[no-untyped-call]
+        families = text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+        found = {family.name: family for family in families}
         stored = found["kvwire_store_stored_blocks"].samples
         assert {s.labels["store"]: s.value for s in stored} == {"one": 0, "two": 1}
         assert {
