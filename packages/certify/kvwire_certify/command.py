@@ -23,6 +23,7 @@ from kvwire import UsageError
 from kvwire.cli.console import console, show
 from kvwire.extras import needed_by
 from kvwire_certify import report
+from kvwire_certify.conformance.check import show_end
 from kvwire_certify.player import Played
 from kvwire_certify.runner import (
     LIMIT_S,
@@ -41,11 +42,21 @@ app.command(
     name="backend",
     help="Check a backend of kvwire against the contract of kvwire.backend.",
 )
-app.command(
-    "kvwire_certify.tiers:command",
-    name="tier",
-    help="Check a tier of the block store against its ten promises.",
-)
+
+
+@app.command
+def tier(address: str, /) -> int:
+    """Check a tier of the block store against its ten promises.
+
+    The exit status is 1 if a check failed.
+
+    Args:
+        address: Its address, such as "disk:/tmp/blocks?size=64MiB".
+    """
+    # The store is a package of its own.
+    with needed_by("certify tier", extra="tiers", distribution="kvwire-certify"):
+        from kvwire_certify.tiers import check_tier  # noqa: PLC0415
+    return show_end(asyncio.run(check_tier(address, raising=False, progress=print)))
 
 
 @app.default

@@ -25,7 +25,6 @@ import numpy.typing as npt
 from kvwire.aio import gather_all
 from kvwire.kv.spec import KVSpec
 from kvwire_certify.conformance.check import Check, Report, require
-from kvwire_certify.conformance.command import show, show_end
 from kvwire_certify.conformance.runner import CheckOptions, run_all
 from kvwire_certify.oracle import content
 from kvwire_store.spi import (
@@ -682,14 +681,3 @@ async def _require_quiet(memory: npt.NDArray[np.uint8]) -> None:
 
 def _names(results: Iterable[Any]) -> str:
     return ", ".join(sorted({BlockResult(one).name for one in results}))
-
-
-def command(tier: str, /) -> int:
-    """Check a tier of the block store against its ten promises.
-
-    The exit status is 1 if a check failed.
-
-    Args:
-        tier: Its address, such as "disk:/tmp/blocks?size=64MiB".
-    """
-    return show_end(asyncio.run(check_tier(tier, raising=False, progress=show)))

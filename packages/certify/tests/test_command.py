@@ -127,6 +127,21 @@ def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str]) -> N
     assert text in capsys.readouterr().err
 
 
+def test_a_tier_is_checked_and_needs_the_store(tmp_path: Path) -> None:
+    """The store is a package of its own, which another user of certify has not."""
+    code = "import sys; from kvwire.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    command = ["certify", "tier", f"disk:{tmp_path}/blocks?size=64MiB"]
+    done = python("-c", code, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " checks passed in " in done.stdout.splitlines()[-1]
+    done = python(
+        "-c", f"import sys; sys.modules['kvwire_store'] = None; {code}", *command
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "certify tier needs kvwire_store" in done.stderr
+    assert "pip install " in done.stderr
+
+
 def test_an_adapter_has_modules_beside_it(tmp_path: Path) -> None:
     """Where the command is a script, its own folder is the first of the path."""
     (tmp_path / "beside.py").write_text(

@@ -193,3 +193,11 @@ class Report:
 
     def __str__(self) -> str:
         return "\n".join([*map(str, self.results), self.summary])
+
+
+def show_end(report: Report) -> int:
+    """Print what failed, and how many passed; return the exit status."""
+    if report.failed:
+        print(f"\n{len(report.failed)} failed:\n{report.failures}\n")
+    print(report.summary)
+    return 1 if report.failed else 0

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 from kvwire.errors import UsageError
 from kvwire.types import Address
-from kvwire_certify.conformance.check import Report, Result
+from kvwire_certify.conformance.check import show_end
 from kvwire_certify.conformance.runner import (
     CHECKS,
     LANE_CHECKS,
@@ -70,20 +70,7 @@ def backend(
         timeout_s=timeout_s,
         raising=False,
         first_only=first_only,
-        progress=show,
+        progress=functools.partial(print, flush=True),
     )
     with asyncio.Runner(loop_factory=_LOOPS[loop]) as runner:
         return show_end(runner.run(work))
-
-
-def show(result: Result) -> None:
-    """Print a check that has ended."""
-    print(result, flush=True)
-
-
-def show_end(report: Report) -> int:
-    """Print what failed, and how many passed; return the exit status."""
-    if report.failed:
-        print(f"\n{len(report.failed)} failed:\n{report.failures}\n")
-    print(report.summary)
-    return 1 if report.failed else 0
