@@ -272,7 +272,7 @@ class IOThread:
         )
         self._loop.set_default_executor(executor)
         try:
-            living = self._loop.create_task(self._live())
+            living = asyncio.Task(self._live(), loop=self._loop)
             while not living.done():
                 try:
                     self._loop.run_until_complete(living)
@@ -406,7 +406,10 @@ _CANCELLATIONS: Final = 2
 
 
 async def called(function: Callable[[], T]) -> T:
-    """Call a function, where :meth:`IOThread.run` takes a coroutine."""
+    """Call a function, where :meth:`IOThread.run` takes a coroutine.
+
+    Cancel safety: it does not wait, so it cannot be cancelled half-way.
+    """
     return function()
 
 

@@ -22,13 +22,13 @@ import hashlib
 import logging
 import os
 import ssl
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any, Final
 
 from kvwire.config import ANYBODY, Config
 from kvwire.errors import AuthenticationFailed, UsageError, shown
-from kvwire.memory.arena import may_share
 from kvwire.security.keys import read_file
 from kvwire.security.validity import (
     OwnCertificate,
@@ -266,15 +266,26 @@ def _load_own(
         ) from None
 
 
+def _unlinked_file() -> int | None:
+    """Return the descriptor of a file in memory; None where there can be none."""
+    if sys.platform != "linux":
+        return None
+    try:
+        return os.memfd_create("kvwire-tls")
+    except OSError:  # a sandbox without memfd_create
+        return None
+
+
 @contextlib.contextmanager
 def _as_file(content: bytes) -> Iterator[str]:
     """Yield the path of a private file with this content.
 
     OpenSSL reads certificates and keys only from paths.
     """
-    if may_share():
+    descriptor = _unlinked_file()
+    if descriptor is not None:
         # It is never on a disk, and exists as long as the descriptor is open.
-        with os.fdopen(os.memfd_create("kvwire-tls"), "wb") as file:
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             yield f"/proc/self/fd/{file.fileno()}"

@@ -22,6 +22,7 @@ import pytest
 
 import kvwire
 from kvwire import EngineIncoming, EngineOutgoing
+from kvwire.engine.io_thread import called
 from tests.support.caches import BLOCKS, LAYERS, Memory, same
 from tests.support.interrupts import interrupts
 from tests.support.pairs import SCHEMES, anywhere
@@ -274,9 +275,9 @@ def test_a_coroutine_that_takes_too_long_has_ended() -> None:
 
     async def slow() -> None:
         try:
-            await asyncio.sleep(PATIENCE_S)
+            await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)  # it takes another turn to end
             ended.append(True)
 
     with kvwire.Engine() as engine:
@@ -307,7 +308,7 @@ def test_an_exit_is_for_its_caller_alone(kind: type[BaseException]) -> None:
         with pytest.raises(kind, match="enough"):
             e.c.start(leave()).result(PATIENCE_S)
         assert not inc.done()
-        assert e.c.run(asyncio.sleep(0, 3)) == 3
+        assert e.c.run(called(lambda: 3)) == 3
 
 
 def test_an_exit_in_a_task_or_a_callback_does_not_end_the_loop(

@@ -123,7 +123,7 @@ def test_while_it_calls(engine: kvwire.Engine) -> None:
     started = sum(1 for _ in each_line(lambda: engine.run(work())))
     assert started > 15
     assert set(ends) <= {"through", "cancelled"}
-    assert engine.run(asyncio.sleep(0, 3)) == 3
+    assert engine.run(io_thread.called(lambda: 3)) == 3
 
 
 def test_while_it_closes() -> None:

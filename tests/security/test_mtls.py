@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import ssl
@@ -103,7 +104,10 @@ async def test_the_first_message_has_the_name_that_was_dialled(
 async def test_files_are_read_where_a_sandbox_refuses_memfd_create(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvwire.security.tls.may_share", lambda: False)
+    def refused(name: str) -> int:
+        raise PermissionError(errno.EPERM, name)
+
+    monkeypatch.setattr("os.memfd_create", refused)
     near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
     async with connected(near=near, far=far, prefer=("tcp",)) as made:
         assert made.left.peer.identity == FAR

@@ -120,6 +120,7 @@ async def test_an_engine_whose_answer_is_none_is_gone_on_for(
     client = Client(application, **kind)
     await client.read()
     client.right()
+    assert client.done
     await turns(10)  # what was given up is closed turn by turn
 
 

@@ -60,6 +60,7 @@ CHECKS = (
         # soak between its faults. A slow network is slow, planted mistakes take time.
         beyond=(
             "tests/programs/bench/",
+            "packages/vllm/tests/programs/bench/",
             "tests/programs/soak/",
             "tests/support/proxy.py",
             "packages/certify/tests/plants.py",

@@ -157,7 +157,10 @@ class ProxyApp:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Check and discover engines while the block is open."""
+        """Check and discover engines while the block is open.
+
+        Cancel safety: whatever ends the block, its tasks and connections end with it.
+        """
         prober = Prober(self._fleet, self._client)
         running = [prober.run()]
         async with AsyncExitStack() as stack:
