@@ -1,27 +1,30 @@
 """The scheduler's side: decides which blocks to send, to fetch and to free, and when.
 
-::
+A prompt to send::
 
-    a prompt to send      first step --> Send, then Written for each step all written,
-                          request ended --> its blocks are held until drained preempted
-                          or aborted before --> the workers abort it without a
-                          transfer_id all written --> Send with generations, a ticket in
-                          the answer drained or preempted --> its blocks are withdrawn a
-                          prompt to fetch     matched --> blocks allocated --> Load -->
-                          vLLM waits for it ended before it was scheduled -->
-                          Load(declined) arrived with holes --> see `holes`
+    its first step            Send, then Written for each step
+    its request has ended     its blocks are held until they have drained
+    preempted or aborted      the workers abort it
+    without a transfer_id     once all is computed: Send with generations, and a ticket
+                              in the answer; once drained, its blocks are withdrawn
 
-Nothing here waits or moves a byte. vLLM's objects are only read, with two exceptions. A
-request's ``do_remote_prefill`` is cleared once it has been handled, because a preempted
+A prompt to fetch::
+
+    matched, its blocks allocated      Load; vLLM waits for it
+    ended before it was scheduled      Load(declined)
+    arrived with holes                 see `holes`
+
+Nothing here waits or moves a byte. vLLM's requests are read, with two exceptions. The
+flag ``do_remote_prefill`` is cleared once it has been handled, because a preempted
 request comes back and must then compute the KV that it had fetched. The other exception
 is the last token:
 
 *The last token of a prompt.* Decode computes it itself, since it needs the output. If
-decode reads only a part of the KV before it (a window or a state), that part must end
-before this token: a state that includes the token would apply it twice, and a window
-that ends after it would lack a token at its beginning. So with such groups, prefill
-gets the prompt without its last token, and vLLM frees none of the blocks that decode
-reads.
+decode reads only a part of the KV before it (a window, a chunk or a state), that part
+must end before this token: a state that includes the token would apply it twice, and of
+a window that ends with the token vLLM has freed the beginning. So with such groups,
+prefill gets the prompt without its last token. What prefill then generates follows
+another prompt, and **is never a part of an answer**.
 """
 
 from __future__ import annotations
@@ -151,12 +154,14 @@ class SchedulerSide:
             or not tokens_say_all(request)
             or request.max_tokens != 1
             or getattr(request, "skip_reading_prefix_cache", False)
+            # Its prompt grows, so its last token is one in the middle.
+            or getattr(request, "resumable", False)
         ):
             # More tokens would free blocks and change states while decode reads them.
             logger.warning(
                 "request %s: its KV is not sent; this model needs a prompt of 2 "
-                "tokens or more, without embeddings, with max_tokens=1, and not from "
-                "another engine",
+                "tokens or more, without embeddings, with max_tokens=1, that does not "
+                "grow and is not from another engine",
                 request.request_id,
             )
             request.kv_transfer_params["do_remote_decode"] = False

@@ -339,6 +339,7 @@ def test_prefill_leaves_the_last_token_to_decode() -> None:
         Request("r", TOKENS, dict(SENDS), max_tokens=2),
         Request("r", TOKENS, SENDS | {"do_remote_prefill": True, "remote": "a:1"}),
         Request("r", TOKENS, dict(SENDS), skip_reading_prefix_cache=True),
+        Request("r", TOKENS, dict(SENDS), resumable=True),
         Request("r", TOKENS, dict(SENDS), prompt_embeds=object()),
     ],
 )

@@ -54,6 +54,7 @@ class Request:
     cache_salt: str | None = None
     mm_features: list[Feature] = field(default_factory=list)
     skip_reading_prefix_cache: bool = False
+    resumable: bool = False
     max_tokens: int = 1
     priority: int = 0
     trace_headers: dict[str, str] | None = None

@@ -17,7 +17,7 @@ EOS_TOKEN = 2
 
 # What differs from a model with grouped queries, "gqa".
 SHAPES: dict[str, dict[str, Any]] = {
-    **{kind: {} for kind in ("gqa", "gemma", "by layer", "conv", "mamba")},
+    **{kind: {} for kind in ("gqa", "gemma", "by layer", "chunks", "conv", "mamba")},
     # Beside "gqa" as its draft model: other heads.
     "draft": {"num_key_value_heads": 4, "head_dim": 64},
     # A prompt of 1,024 tokens takes long enough to be measured.
@@ -171,6 +171,21 @@ def _network(kind: str, sizes: Mapping[str, int]) -> Any:
                     for layer, one in enumerate(types)
                     if one == "full_attention"
                 },
+            )
+        )
+    # As Llama 4: layers that see a chunk of the prompt, and layers that see everything.
+    if kind == "chunks":
+        return transformers.Llama4ForCausalLM(
+            transformers.Llama4TextConfig(
+                **{**common, "hidden_size": 128},
+                intermediate_size_mlp=128,
+                attention_chunk_size=256,
+                no_rope_layers=[1, 0] * 2,
+                moe_layers=[],
+                interleave_moe_layer_step=0,
+                num_local_experts=2,
+                use_qk_norm=False,
+                pad_token_id=0,
             )
         )
     # As LFM2: short convolutions, whose states are none of tokens, and attention; as

@@ -292,6 +292,20 @@ def tokens_of(answer: Any) -> list[int]:
     return found
 
 
+def streamed(url: str, prompt: Sequence[int], tokens: int = 12, **more: Any) -> Any:
+    """The token ids of a completion that is streamed."""
+    body = asked(tokens, prompt=list(prompt), stream=True, **more)
+    made: list[int] = []
+    path = f"{url}/v1/completions"
+    with httpx.stream("POST", path, json=body, timeout=ANSWERS_WITHIN_S) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            event = line.removeprefix("data: ")
+            if event and event != "[DONE]":
+                made += json.loads(event)["choices"][0]["token_ids"]
+    return made
+
+
 def prompt(tokens: int, seed: int = 0) -> list[int]:
     """Token ids that no other seed begins with."""
     chance = random.Random(seed * 10_007 + tokens)
