@@ -76,7 +76,7 @@ def test_answers_through_the_proxy(pair: Pair, tmp_path: Path) -> None:
     )
     with running(proxy):
         hits, asked = pair.fetched, 0
-        for length in (1, 2, 31, 32, 33, 255, 256, 257, 288, 289, 700):
+        for length in (1, 33, 256, 257, 700):
             for number, how in enumerate(({}, {"temperature": 0.8, "seed": length})):
                 ids = serving.prompt(length, seed=20 + number)
                 alone = pair.prefill.generate(ids, cache_salt="alone", **how)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final
 
 from kvwire.errors import UsageError, without_password
 from kvwire.extras import needed_by
+from kvwire.kv.spec import KVSpec
 from kvwire_store.pages import PageStore
 from kvwire_store.store import Write
 from kvwire_store.weights import weights_name
@@ -147,7 +148,7 @@ def _name(config: Any) -> str:
     return f"{weights} {hashlib.sha256(repr(layout).encode()).hexdigest()[:32]}"
 
 
-def _result(job: Any, moved: Future[list[bool]], spec: Any) -> Any:
+def _result(job: Any, moved: Future[list[bool]], spec: KVSpec) -> Any:
     """Return a job's result, key by key."""
     landed = moved.result() if moved.exception() is None else [False] * len(job.keys)
     keys: Collection[Any] = [
