@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvwire.security.keys import write_key_file
 from tests.site.crowd import HOSTILE
 from tests.support.browser import Browser
-from tests.support.servers import Server, free_port
+from tests.support.servers import free_port
 
 PHONE = 390
 OPEN = 1000
@@ -55,9 +54,6 @@ def rows(table: str) -> str:
 def section(table: str) -> str:
     """A script with a table's element."""
     return f"document.querySelector('[data-table={table}]')"
-
-
-# --- processes ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -203,49 +199,14 @@ def test_nobody_to_show(browser: Browser, tmp_path: Path) -> None:
         assert browser.run(f"{section('waits')}.innerText").endswith("nothing")
 
 
-# --- a store server -------------------------------------------------------------------
-
-
-def test_a_server_that_dies_is_said_to_and_one_that_is_back_is_shown(
-    browser: Browser,
-) -> None:
-    serve = ["kvwire", "store", "serve", "--listen", "127.0.0.1:0"]
-    tier = ["--tier", "memory:1MiB", "--metrics", "127.0.0.1:{port}"]
-    server = Server([*PYTHON, *serve, *tier], "serving")
-    server.start()
-    try:
-        browser.show(f"http://127.0.0.1:{server.port}/top")
-        assert browser.shows(f"{rows('tiers')}.length", 1)
-        assert browser.run(f"{rows('tiers')}[0][0]") == "memory:1MiB"
-        server.kill()
-        browser.find(".trouble #state", "the server does not answer; what is below is")
-        assert browser.run(f"{rows('tiers')}.length") == 1
-        server.start()
-        browser.find("body:not(.trouble) #state", "live")
-    finally:
-        server.kill()
-
-
-def test_a_tenant_sees_its_own_and_the_operator_all(
+def test_a_command_that_ends_leaves_what_it_showed(
     browser: Browser, tmp_path: Path
 ) -> None:
-    for who in ("acme", "other", "all"):
-        write_key_file(tmp_path / who)
-    serve = ["kvwire", "store", "serve", "--listen", "127.0.0.1:0"]
-    tier = ["--tier", "memory:1MiB", "--metrics", "127.0.0.1:{port}"]
-    keys = ["--psk-file", str(tmp_path / "all")]
-    for who in ("acme", "other"):
-        keys += ["--tenant", f"{who}?key={tmp_path / who}"]
-    server = Server([*PYTHON, *serve, *tier, *keys], "serving")
-    server.start()
-    try:
-        for who, tenants in (("acme", 1), ("all", 3)):
-            browser.show(f"http://127.0.0.1:{server.port}/top")
-            assert browser.shows(STATE, "no access")
-            browser.find("#key").send_keys((tmp_path / who).read_text().strip())
-            browser.find("#login button").click()
-            assert browser.shows(f"{rows('tenants')}.length", tenants)
-            shown = browser.run("document.querySelector('main').textContent")
-            assert ("other" in shown) is (who == "all")
-    finally:
-        server.kill()
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    top = ("kvwire", "top", str(folder), "--serve", f"127.0.0.1:{free_port()}")
+    with started(*top) as line:
+        browser.show(line)
+        browser.find("#notes li", "no process answers")
+    browser.find(".trouble #state", "the server does not answer; what is below is")
+    assert browser.run("document.querySelectorAll('#notes li').length") == 1
