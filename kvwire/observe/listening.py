@@ -1,34 +1,43 @@
-"""A small HTTP server on threads, for scrapers, probes and people.
+"""A small HTTP server on a thread, for scrapers, probes and people.
 
-Each request has a thread, so that a blocked event loop cannot delay it. The number of
-connections and their time are bounded.
+The thread has an event loop of its own, so that a blocked loop of the program cannot
+delay it. A client that is waited for, to send its request or to take the answer, costs
+a descriptor and no thread, and is the first to go when there are too many: the longest
+waiting one of the address that has the most. So nobody keeps a probe from its answer by
+connecting and saying nothing. Answers are made on threads; ``/health`` has its own.
 """
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import socket
-import sys
 import threading
-import time
+from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final, NamedTuple, Protocol, Self
 
 from kvwire import ListenError
 from kvwire.backend import keep_from_children
+from kvwire.errors import shown
 from kvwire.types import Address
 
-# An HTTP server's connections at once, each with a thread: a few scrapers, probes and
-# people. Further connections are closed.
-HTTP_CONNECTIONS_MAX: Final = 16
+# Connections at once: many scrapers, probes and people. Half of them may have an answer
+# in the making, so there are always some that wait, and can be closed for a new one.
+HTTP_CONNECTIONS_MAX: Final = 64
+# Answers in the making at once, on each of the two groups of threads; further requests
+# get 503.
+_ANSWERS_MAX: Final = HTTP_CONNECTIONS_MAX // 4
+_THREADS: Final = 4
+# A head has a few hundred bytes.
+_HEAD_BYTES_MAX: Final = 16 * 1024
+# The longest time that a client is waited for.
+_SILENT_S: Final = 5.0
+_HEALTH: Final = "/health"
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
-
-# The longest time that a silent client holds a thread.
-_SILENT_S: Final = 5.0
 
 
 class HttpReply(NamedTuple):
@@ -68,111 +77,142 @@ class HttpThread:
 
     def __init__(self, address: str | Address, get: HttpGet) -> None:
         where = Address.parse(address)
+        self._get = get
         try:
-            self._server = _Server((where.host, where.port), get)
+            self._socket = keep_from_children(_listening(where.host, where.port))
         except OSError as exc:
             raise ListenError(f"cannot listen at {where}: {exc}") from exc
-        keep_from_children(self._server)
         host = f"[{where.host}]" if ":" in where.host else where.host
-        self.url: str = f"http://{host}:{self._server.server_port}"
+        self.url: str = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._open: set[asyncio.StreamWriter] = set()  # bounded: HTTP_CONNECTIONS_MAX
+        # The address of each client that is waited for, the longest waiting one first.
+        self._waiting: dict[asyncio.StreamWriter, str] = {}
+        self._answering = {True: 0, False: 0}
+        self._pools = {
+            is_health: ThreadPoolExecutor(_THREADS, "kvwire http answer")
+            for is_health in (True, False)
+        }
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="kvwire http", daemon=True
+        )
 
     def __enter__(self) -> Self:
         """Begin to answer."""
-        serve = self._server.serve_forever
-        threading.Thread(target=serve, name="kvwire http", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop answering."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join()
 
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+        for pool in self._pools.values():
+            pool.shutdown()
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, where: tuple[str, int], get: HttpGet) -> None:
-        sockaddr: Any
-        (self.address_family, *_, sockaddr), *_ = socket.getaddrinfo(
-            *where, type=socket.SOCK_STREAM
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(
+            self._client, sock=self._socket, limit=_HEAD_BYTES_MAX
         )
-        super().__init__(sockaddr, _Request)
-        self.get = get
-        self._places = threading.BoundedSemaphore(HTTP_CONNECTIONS_MAX)
-        # The time each connection was accepted. bounded: HTTP_CONNECTIONS_MAX
-        self.since: dict[socket.socket, float] = {}
+        await self._over.wait()
+        server.close()
+        for writer in tuple(self._open):
+            writer.transport.abort()
 
-    def verify_request(self, request: object, client_address: object) -> bool:
-        """Reserve a place; if there is none, the connection is closed."""
-        return self._places.acquire(blocking=False)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start the thread of a connection."""
-        self.since[request] = time.monotonic()
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            del self.since[request]
-            self._places.release()  # the system cannot start a thread
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection, and release its place."""
-        try:
-            super().process_request_thread(request, client_address)
-        except Exception:  # noqa: BLE001 - before its first byte; handle_error logs it
-            self.handle_error(request, client_address)
-            self.shutdown_request(request)
-        finally:
-            self._places.release()
-
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        self.since.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """End slow connections: each piece may arrive in time, but never the last."""
-        now = time.monotonic()
-        for request, since in list(self.since.items()):
-            if now - since > _SILENT_S:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Log the error, unless the client has just disconnected."""
-        error = sys.exception()
-        if not isinstance(error, OSError):
-            logger.error("%s was not answered", client_address, exc_info=error)
-
-
-class _Request(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = _SILENT_S
-
-    def do_GET(self) -> None:
+    async def _client(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Answer one request."""
-        # From here on, any slowness is not the client's.
-        self.server.since.pop(self.connection, None)
-        headers = {name.lower(): value for name, value in self.headers.items()}
-        self._answer(self.server.get(self.path.partition("?")[0], headers))
+        if not self._has_room():
+            writer.transport.abort()
+            return
+        self._open.add(writer)
+        try:
+            self._wait_for(writer)
+            async with asyncio.timeout(_SILENT_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+            del self._waiting[writer]
+            reply = await self._answer(head)
+            self._wait_for(writer)
+            async with asyncio.timeout(_SILENT_S):
+                writer.write(reply)
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        # It has gone, or said nothing, or too much. A timeout is an OSError as well.
+        except (OSError, EOFError, asyncio.LimitOverrunError, KeyError):
+            pass
+        finally:
+            self._forget(writer)
 
-    def do_HEAD(self) -> None:
-        """Answer as to GET, without the body: probes of load balancers ask so."""
-        self.do_GET()
+    def _wait_for(self, writer: asyncio.StreamWriter) -> None:
+        self._waiting[writer] = str(writer.get_extra_info("peername", ("",))[0])
 
-    def _answer(self, reply: HttpReply) -> None:
-        self.send_response(reply.status)
-        for name, value in reply.headers.items():
-            self.send_header(name.title(), value)
-        self.send_header("Content-Length", str(len(reply.body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(reply.body)
+    def _forget(self, writer: asyncio.StreamWriter) -> None:
+        self._open.discard(writer)
+        self._waiting.pop(writer, None)
+        writer.transport.abort()
 
-    def version_string(self) -> str:
-        """Return the ``Server`` header, which otherwise has Python's version."""
-        return "kvwire"
+    def _has_room(self) -> bool:
+        """Return whether one more connection may stay; another one may go for it."""
+        if len(self._open) < HTTP_CONNECTIONS_MAX:
+            return True
+        if not self._waiting:
+            return False
+        ((most, _),) = Counter(self._waiting.values()).most_common(1)
+        self._forget(next(w for w, host in self._waiting.items() if host == most))
+        return True
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Do not log each request."""
+    async def _answer(self, head: bytes) -> bytes:
+        line, *rows = head.decode("latin-1").split("\r\n")
+        method, _, rest = line.partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        pairs = (row.partition(":") for row in rows)
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        if method not in ("GET", "HEAD"):
+            return _text(HTTPStatus.NOT_IMPLEMENTED, "only GET and HEAD are answered")
+        is_health = path == _HEALTH
+        if self._answering[is_health] >= _ANSWERS_MAX:
+            return _text(HTTPStatus.SERVICE_UNAVAILABLE, "too many requests at once")
+        self._answering[is_health] += 1
+        try:
+            reply = await self._loop.run_in_executor(
+                self._pools[is_health], self._get, path, headers
+            )
+        except Exception:
+            logger.exception("%s was not answered", shown(path))
+            return _text(HTTPStatus.INTERNAL_SERVER_ERROR, "see the server's log")
+        finally:
+            self._answering[is_health] -= 1
+        return _encoded(reply, with_body=method == "GET")
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, sockaddr = found[0]
+    where: Any = sockaddr
+    # All interfaces are those of both families.
+    both = where[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(where, family=family, dualstack_ipv6=both)
+
+
+def _text(status: HTTPStatus, text: str) -> bytes:
+    reply = HttpReply.of(status, "text/plain", f"{text}\n".encode())
+    return _encoded(reply, with_body=True)
+
+
+def _encoded(reply: HttpReply, *, with_body: bool) -> bytes:
+    rows = {
+        "server": "kvwire",
+        **reply.headers,
+        "content-length": str(len(reply.body)),
+        "connection": "close",
+    }
+    lines = [f"HTTP/1.1 {reply.status.value} {reply.status.phrase}"]
+    lines += [f"{name.title()}: {value}" for name, value in rows.items()]
+    head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+    return head + reply.body if with_body else head

@@ -123,7 +123,7 @@ class Left:
     async def round(self, turn: Turn) -> dict[str, Any]:
         """Do a round's work; return its seconds, CPU seconds, and a digest."""
         work = turn.work
-        await self.memory.have(work, checks=turn.checks)
+        await asyncio.to_thread(self.memory.have, work, checks=turn.checks)
         async with self._reached(work, turn.offer) as reach:
             began_s = time.process_time()
             seconds = await self.move(work, reach)
@@ -238,7 +238,7 @@ class Right:
     async def round(self, turn: Turn, line: Line) -> None:
         """Offer what the left side needs of a round, answer it, and report."""
         work = turn.work
-        await self.memory.have(work, checks=turn.checks)
+        await asyncio.to_thread(self.memory.have, work, checks=turn.checks)
         async with self._offered(work) as offer:
             began_s = time.process_time()
             answering = asyncio.ensure_future(self._answer(work))

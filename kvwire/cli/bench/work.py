@@ -213,14 +213,11 @@ class BenchMemory:
         assert self.pool is not None
         return self.pool.chosen
 
-    async def have(self, work: Work, *, checks: bool) -> None:
+    def have(self, work: Work, *, checks: bool) -> None:
         """Prepare the memory for a work; with ``checks``, fill it with random bytes.
 
-        On a thread, because a loop that is blocked for long looks dead to the peer.
+        Call it on a thread: a loop that is blocked for long looks dead to the peer.
         """
-        await asyncio.to_thread(self._have, work, checks)
-
-    def _have(self, work: Work, checks: bool) -> None:
         if self._work != work:
             self._forget()
             self._take(work.memory_bytes)

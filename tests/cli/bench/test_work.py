@@ -21,9 +21,9 @@ WORKS = [
 
 
 @pytest.mark.parametrize("in_arena", [False, True])
-async def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> None:
+def test_a_pool_lies_in_an_arena_if_it_is_asked_for(in_arena: bool) -> None:
     memory = BenchMemory(LEFT, {"memory": ARENA} if in_arena else {})
-    await memory.have(WORKS[0], checks=False)
+    memory.have(WORKS[0], checks=False)
     assert (arena_of(as_fragments(memory.bytes.data)) is not None) is in_arena
     memory.close()
 

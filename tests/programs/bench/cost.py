@@ -182,7 +182,7 @@ class Measures:
     async def take_all(self, line: Line) -> None:
         async for turn in turns(line):
             work = turn.work
-            await self._memory.have(replace(work, verb=PULL, count=1), checks=False)
+            self._memory.have(replace(work, verb=PULL, count=1), checks=False)
             if self._side == RIGHT:
                 await line.send({"offer": ""})
             found = await self._take(work)
