@@ -454,7 +454,8 @@ class LoopThread:
             state = "is closed" if self.loop.is_closed() else "is not running"
             raise UsageError(
                 f"{call}: the object belongs to another event loop, which {state}: "
-                "open a communicator in each asyncio.run, or keep one loop"
+                "open a communicator in each asyncio.run, or keep one loop; a test and "
+                "its fixtures need one loop (pytest-asyncio: the same loop_scope)"
             )
 
     def check_process(self, call: str) -> None:

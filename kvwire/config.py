@@ -352,8 +352,14 @@ def _layers(
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
+        # Editors of Windows begin a text with a mark of its encoding.
         with open(local_path(os.fspath(path)), "rb") as file:  # noqa: PTH123
-            return tomllib.load(file)
+            return tomllib.loads(file.read().decode("utf-8-sig"))
+    except UnicodeDecodeError as exc:
+        raise UsageError(
+            f"config file {path} is not in UTF-8: {exc.reason} at byte {exc.start}; "
+            "save it as UTF-8"
+        ) from None
     except OSError as exc:
         raise UsageError(f"config file {path}: {exc.strerror}") from None
     except ValueError as exc:  # not TOML, not text, or not a file name

@@ -162,6 +162,16 @@ def test_a_wrong_file_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert "kvwire.toml" in str(caught.value)
 
 
+def test_a_file_may_have_passed_through_an_editor_of_windows(tmp_path: Path) -> None:
+    file = tmp_path / "kvwire.toml"
+    file.write_bytes('name = "it"\r\nlanes = 2\r\n'.encode("utf-8-sig"))
+    found = Config.load(file, environment=_NO_ENVIRONMENT)
+    assert (found.name, found.lanes) == ("it", 2)
+    file.write_bytes('name = "it"\n'.encode("utf-16"))
+    with pytest.raises(UsageError, match=r"kvwire\.toml is not in UTF-8: .*save it as"):
+        Config.load(file)
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")

@@ -64,6 +64,14 @@ _OF_COMMAND: Final = ("WRONGTYPE", "SELECT")
 # 16,384 slots.
 _KEYS_TRIED: Final = 50_000
 _CONNECTING: Final = re.compile(r"^Error \S+ connecting to \S+\. ")
+# What the client says of a server that accepts a connection and ends it, and remedies.
+_HUNG_UP: Final = {
+    "max number of clients": "raise maxclients there, or end clients that it has",
+    "while writing to socket|closed by server": (
+        "it accepts connections and ends them: see its log; it may have as many "
+        "clients as it takes (maxclients)"
+    ),
+}
 _CODE: Final = re.compile(r"[A-Z]{3,}\b")
 
 
@@ -378,6 +386,12 @@ class RedisServers:
             text = printable(str(exc))
             if "db" in place.url and re.search("DB index|SELECT", text):
                 raise UsageError(f"{place}: {text}") from None
+            raise
+        except exceptions.ConnectionError as exc:
+            await client.close()
+            for words, remedy in _HUNG_UP.items():
+                if re.search(words, str(exc)):
+                    raise exceptions.ConnectionError(f"{exc}; {remedy}") from None
             raise
         except BaseException:
             await client.close()

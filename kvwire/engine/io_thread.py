@@ -23,6 +23,7 @@ import atexit
 import concurrent.futures
 import concurrent.futures.thread
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -451,7 +452,15 @@ def bind_thread(cpus: Collection[int]) -> None:
         os.sched_setaffinity(0, cpus)
     except OSError as exc:
         listed = ", ".join(map(str, sorted(cpus)))
-        raise UsageError(f"io_cpus={listed}: {exc.strerror}") from None
+        text = exc.strerror
+        if exc.errno == errno.EINVAL:
+            # This machine lacks the CPUs, or the container or its parent has no right
+            # to them; what the process is bound to is less than that.
+            text = (
+                "none of these CPUs is this process's to use; see `nproc`, and "
+                "Cpus_allowed_list in /proc/self/status"
+            )
+        raise UsageError(f"io_cpus={listed}: {text}") from None
 
 
 def _forked() -> None:

@@ -314,6 +314,14 @@ def dtype_name(dtype: object) -> DType:
         UsageError: It is not an element type of :data:`DTYPE_BYTES`.
     """
     name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES and name.startswith("float8_"):
+        # A similar name is no remedy: its codes are other numbers.
+        raise UsageError(
+            f"KVSpec: dtype={str(dtype)!r}: of the formats with 8 bits kvwire knows "
+            "float8_e4m3fn and float8_e5m2, and codes of another one are other "
+            "numbers; describe its bytes as uint8 (tensor.view(torch.uint8)): they "
+            "move as they are, and no codec reads them"
+        )
     if name not in DTYPE_BYTES:
         raise UsageError(
             f"KVSpec: dtype={str(dtype)!r} is unknown; {nearest(name, DTYPE_BYTES)}"

@@ -9,6 +9,7 @@ Without a key, an address that other hosts can reach is refused, not merely warn
 from __future__ import annotations
 
 import asyncio
+import codecs
 import ipaddress
 import os
 import secrets
@@ -26,8 +27,9 @@ from kvwire.wire.handshake_messages import key_id
 PSK_BYTES_MIN: Final = 32
 PSK_BYTES_MAX: Final = 1024
 
-# A key file holds the key in hexadecimal: two digits per byte, and a line end.
-_KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2
+# A key file holds the key in hexadecimal: two digits per byte, a line end, and perhaps
+# a mark of its encoding.
+_KEY_FILE_BYTES_MAX = 2 * PSK_BYTES_MAX + 2 + len(codecs.BOM_UTF8)
 
 
 def write_key_file(path: Path) -> None:
@@ -58,8 +60,14 @@ def read_key_file(path: str) -> bytes:
     path = local_path(path)
     text = read_file("psk_file", path, _KEY_FILE_BYTES_MAX + 1, private=True)
     try:
-        key = bytes.fromhex(text.decode("ascii").strip())
+        # Editors of Windows begin a text with a mark of its encoding.
+        key = bytes.fromhex(text.decode("utf-8-sig").strip())
     except ValueError:
+        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise UsageError(
+                f"psk_file {path} is in UTF-16; save it as ASCII or UTF-8, or copy the "
+                "file itself and not its text"
+            ) from None
         raise UsageError(
             f"psk_file {path} does not contain a hexadecimal key; make one with "
             "`kvwire keygen`"

@@ -392,6 +392,18 @@ GARBAGE: Final = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_a_server_with_as_many_clients_as_it_takes_is_named(kind: str) -> None:
+    with redis_server("--maxclients", "2") as server, contextlib.ExitStack() as held:
+        for _ in range(2):
+            where = "127.0.0.1", server.port
+            client = held.enter_context(socket.create_connection(where))
+            client.sendall(b"PING\r\n")
+            assert client.recv(5) == b"+PONG"
+        async with used(kind, f"redis://127.0.0.1:{server.port}") as write:
+            assert "maxclients" in await write()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", GARBAGE)
 async def test_answers_that_are_no_resp(name: str, first: bool, kind: str) -> None:

@@ -67,6 +67,10 @@ def test_whole_numbers_of_any_type() -> None:
         ({"shard": (False, True)}, "shard size=True"),
         ({"block_tokens": 2**40}, "block_tokens=1099511627776"),
         ({"dtype": "bf16"}, "dtype='bf16' is unknown; .*bfloat16"),
+        (
+            {"dtype": "torch.float8_e4m3fnuz"},
+            "codes of another one are other numbers; describe its bytes as uint8",
+        ),
         ({"components": 3}, "components=3: use 2 for keys and values, or 1 for MLA"),
         ({"fingerprint": "x" * 200}, "fingerprint='xxx"),
         ({"fingerprint": None}, "fingerprint=None"),

@@ -53,6 +53,17 @@ def test_a_key_that_cannot_be_written(tmp_path: Path) -> None:
         keys.write_key_file(tmp_path / "no folder" / "key")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8-sig"])
+@pytest.mark.parametrize("nbytes", [PSK_BYTES_MIN, PSK_BYTES_MAX])
+def test_a_key_may_have_passed_through_an_editor_of_windows(
+    nbytes: int, encoding: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(f"{'ab' * nbytes}\r\n".encode(encoding))
+    path.chmod(0o600)
+    assert keys.read_key_file(str(path)) == b"\xab" * nbytes
+
+
 def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path) -> None:
     for content, said in [
         (b"", "0 bytes.*kvwire keygen"),
@@ -60,6 +71,7 @@ def test_what_is_no_key_is_refused_and_not_shown(tmp_path: Path) -> None:
         (b"ab" * (PSK_BYTES_MAX + 1), "not contain a hexadecimal key|1025 bytes"),
         (b"secret words, not hexadecimal", "not contain a hexadecimal key"),
         (b"\xff" * PSK_BYTES_MIN, "not contain a hexadecimal key"),
+        (("ab" * PSK_BYTES_MIN).encode("utf-16"), "is in UTF-16; save it as ASCII"),
     ]:
         path = tmp_path / "key"
         path.write_bytes(content)

@@ -46,6 +46,14 @@ def test_a_pair_in_both_modes_of_pytest_asyncio(mode: str, tmp_path: Path) -> No
     assert "1 passed" in done.stdout
 
 
+def test_a_fixture_on_another_loop_than_its_test_names_the_setting(
+    tmp_path: Path,
+) -> None:
+    settings = "asyncio_mode = auto\nasyncio_default_fixture_loop_scope = session"
+    done = run_pytest(tmp_path, _PAIR, settings=settings)
+    assert "a test and its fixtures need one loop (pytest-asyncio:" in done.stdout
+
+
 def test_the_block_of_the_page_runs_in_a_fresh_project(tmp_path: Path) -> None:
     """In the mode that pytest-asyncio has without settings."""
     page = (ROOT / "docs" / "howto" / "test-your-server.md").read_text()
