@@ -190,10 +190,14 @@ class Index:
         half = self.shares.quota_bytes.item(tenant) // 2 // GRAIN_BYTES * GRAIN_BYTES
         return nbytes <= min(half, self.slabs.slab_bytes)
 
-    def take(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
-        """Take up to ``count`` free slots for blocks of ``nbytes``; each is pinned."""
+    def take(self, nbytes: int, count: int, tenant: int = 0, *, beyond: int = 0) -> Ids:
+        """Take up to ``count`` free slots for blocks of ``nbytes``; each is pinned.
+
+        ``beyond`` of them may exceed the tenant's quota.
+        """
         size = _size(nbytes)
         left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
+        left_bytes += beyond * size
         slots = self.slabs.take(size, min(count, left_bytes // size))
         if slots.size < count and self.shares.expire and self._delete_late():
             left_bytes = self.shares.quota_bytes.item(tenant)
@@ -331,7 +335,7 @@ class Index:
         # Every branch pins the blocks that it returns once more.
         left_bytes = self.shares.quota_bytes.item(tenant) - self.used_bytes.item(tenant)
         if left_bytes < size:
-            return self._own_victims(size, count, tenant)
+            return self.own_victims(size, count, tenant)
         count = min(count, left_bytes // size)
         queue = self._first(self._queues[size].values())
         slab = self._older_slab(size, queue) if len(self._queues) > 1 else None
@@ -340,6 +344,16 @@ class Index:
             self.pin(*named)
             return named
         return self._pinned(queue, count)
+
+    def own_victims(self, size: int, count: int, tenant: int) -> IndexedSlots:
+        """Pin and return a tenant's own blocks, to make room in its quota."""
+        mine = {at: by[tenant] for at, by in self._queues.items() if tenant in by}
+        own = mine.get(size)
+        if own is not None and own.oldest() is not None:
+            return self._pinned(own, count)
+        queue = self._first(mine.values())
+        of_size = next((at for at, one in mine.items() if one is queue), size)
+        return self._pinned(queue, -(-count * size // of_size))
 
     def forget(self, keys: Keys, slots: Ids, *, evicted: bool = False) -> Bits:
         """Remove the names of blocks that only the caller has pinned.
@@ -403,6 +417,27 @@ class Index:
         mine.sort()
         return mine
 
+    def overdrawn(self, nbytes: int, tenant: int) -> int:
+        """Return how many blocks of ``nbytes`` a tenant has beyond its quota."""
+        over = self.used_bytes.item(tenant) - self.shares.quota_bytes.item(tenant)
+        return max(0, -(-int(over) // int(_size(nbytes))))
+
+    def evictable(self, named: IndexedSlots) -> IndexedSlots:
+        """Return the pinned blocks that nobody has kept since; unpin the others."""
+        kept = self._kept[named.slots]
+        self.unpin(named.keys[kept], named.slots[kept])
+        return IndexedSlots(named.keys[~kept], named.slots[~kept])
+
+    def part_with(self, keys: Keys, slots: Ids) -> None:
+        """Evict blocks that the caller has pinned; those in use go when they are not.
+
+        Another call may have deleted some of them since.
+        """
+        mine = ~self._doomed[slots]
+        np.add.at(self.evicted_blocks, self._owner[slots[mine]], 1)
+        self.delete(keys[mine])
+        self.unpin(keys, slots)
+
     def evict(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Evict the next blocks; their slots are free."""
         named = self.victims(nbytes, count, tenant)
@@ -420,7 +455,7 @@ class Index:
             while (
                 excess := self.used_bytes[tenant] - self.shares.quota_bytes[tenant]
             ) > 0:
-                named = self._own_victims(1, int(excess), tenant)
+                named = self.own_victims(1, int(excess), tenant)
                 if not named.slots.size:
                     break
                 self.drop(*named, evicted=True)
@@ -577,16 +612,6 @@ class Index:
             return False
         named = self.named()
         return bool(self.delete(named.keys[late[named.slots]]).size)
-
-    def _own_victims(self, size: int, count: int, tenant: int) -> IndexedSlots:
-        """Pin and return a tenant's own blocks, to make room in its quota."""
-        mine = {at: by[tenant] for at, by in self._queues.items() if tenant in by}
-        own = mine.get(size)
-        if own is not None and own.oldest() is not None:
-            return self._pinned(own, count)
-        queue = self._first(mine.values())
-        of_size = next((at for at, one in mine.items() if one is queue), size)
-        return self._pinned(queue, -(-count * size // of_size))
 
     def _first(self, queues: Collection[EvictionQueue]) -> EvictionQueue | None:
         """Return the queue with the least recently used front."""

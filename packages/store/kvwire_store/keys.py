@@ -40,3 +40,12 @@ class IndexedSlots(NamedTuple):
 
     keys: Keys
     slots: Ids
+
+    @classmethod
+    def joined(cls, *parts: IndexedSlots) -> IndexedSlots:
+        """Return the blocks of several parts."""
+        none = as_keys(())
+        return cls(
+            np.concatenate((none, *(part.keys for part in parts))),
+            np.concatenate((np.empty(0, np.int64), *(part.slots for part in parts))),
+        )

@@ -6,6 +6,14 @@ transaction. A read pins its slots, so that nothing is written to them. A disk e
 fails only the requests during which it occurred, with a reason; later requests try
 again.
 
+Order
+-----
+Nothing on the disk is given up before what replaces it is there. Images are written to
+free slots only. The transaction that records them also removes the rows of the blocks
+that they evict; if it fails, the disk is full for example, those blocks stay. So a few
+slots of each size are kept free. A size that has none at all, because it is new or
+because everything is in use, first evicts one block, or a slab of another size.
+
 Trust
 -----
 If the tier was not closed in order, a row may name an image that was being overwritten.
@@ -24,7 +32,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -38,7 +46,8 @@ from kvwire_store.address import TierAddress
 from kvwire_store.eviction import EVICTIONS
 from kvwire_store.images import Sums, image_sums, images_in, named_sums, views_of
 from kvwire_store.index import Index
-from kvwire_store.keys import Keys, Orders, once
+from kvwire_store.keys import IndexedSlots, Keys, Orders, once
+from kvwire_store.limits import STORE_BATCH_BYTES
 from kvwire_store.namespace import ABSENT, DIGEST_BYTES, Namespace
 from kvwire_store.placement import BlockState, Placement, Placing, Verb, VerbKind
 from kvwire_store.tenants import Tenants
@@ -64,8 +73,10 @@ from kvwire_store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 _ABSENT: Final = np.uint8(ABSENT)
 _SYNCS: Final = ("flush", "put")
 _SERIALS_PER_S: Final = 1_000_000
-# Rounds of a write that lacks room, while other calls keep reading and writing.
+# How often a write that lacks room waits for other calls that read and write.
 _ROUNDS: Final = 8
+# A sixteenth of the slots of each size stays free, but no more than one batch.
+_RESERVE_SHARE: Final = 16
 # Reading this little from the kernel's cache takes no longer than waking a thread.
 _AT_ONCE_BYTES: Final = 256 * KIB
 # The last one: Python cannot decode everything that SQLite quotes from a damaged file.
@@ -74,6 +85,13 @@ _ERRORS: Final = (OSError, sqlite3.Error, UnicodeDecodeError)
 _NOT_DAMAGE: Final = tuple(
     f"SQLITE_{what}" for what in ("BUSY", "CANTOPEN", "IOERR", "PERM", "READONLY")
 )
+
+
+class _Room(NamedTuple):
+    """Slots for a write, and the blocks that it evicts; both are pinned."""
+
+    slots: Ids
+    evicted: IndexedSlots
 
 
 class DiskTier(CodedTier):
@@ -214,51 +232,35 @@ class DiskTier(CodedTier):
         )
 
     async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
+        """Write the absent blocks, as many at a time as there are free slots."""
         nbytes = int(batch.images.lengths[0])
-        tenant = self._tenants.number(namespace.tenant)
+        results = np.full(batch.keys.size, LANDED, np.uint8)
         if error := self._too_large(namespace, nbytes):
             self.error = error
-            return np.full(batch.keys.size, REFUSED, np.uint8)
-        for _ in range(_ROUNDS):
-            results, users = await self._write_some(namespace, batch, nbytes, tenant)
-            if not users:
-                break
-            await asyncio.wait(users)
-        if any_of(results == REFUSED):
-            self.error = "it has no room for so many blocks besides those in use"
-        return results
-
-    async def _write_some(
-        self, namespace: Namespace, batch: Batch, nbytes: int, tenant: int
-    ) -> tuple[BlockResults, Sequence[asyncio.Future[None]]]:
-        """Write the absent blocks, as far as there is room.
-
-        Returns:
-            The results, and the futures to wait for before there may be more room.
-        """
-        results = np.full(batch.keys.size, LANDED, np.uint8)
-        held = await self._look(namespace, batch.keys)
-        lacking = np.flatnonzero(~held)
-        names = batch.keys[held]
-        self.touch(names)
-        if not lacking.size:
-            return results, ()
-        # Pinned, so that these blocks are not evicted for the others.
-        mine = self._index.find(names)
-        if mine.size:
-            self._index.pin(names, mine)
-        slots = self._room(nbytes, lacking.size, tenant)
-        if mine.size:
-            self._index.unpin(names, mine)
-        users = () if slots.size == lacking.size else tuple(self._users)
-        first = lacking[: slots.size]
-        results[lacking[slots.size :]] = REFUSED
-        if first.size:
-            part = batch if first.size == results.size else batch.selected(first)
-            results[first] = done = await self._write_to(slots, namespace, part)
-            if any_of(done == FAILED):
-                return results, ()
-        return results, users
+            results[:] = REFUSED
+            return results
+        left = np.arange(batch.keys.size)
+        waits = 0
+        while True:
+            held = await self._look(namespace, batch.keys[left])
+            self.touch(batch.keys[left[held]])
+            left = left[~held]
+            if not left.size:
+                return results
+            room = self._room(namespace, nbytes, batch.keys, left)
+            if room.slots.size or room.evicted.slots.size:
+                part = batch.selected(left[: room.slots.size])
+                if not await self._write_to(room, namespace, part):
+                    results[left] = FAILED
+                    return results
+                left = left[room.slots.size :]
+            elif self._users and waits < _ROUNDS:
+                waits += 1
+                await asyncio.wait(tuple(self._users))
+            else:
+                self.error = "it has no room for so many blocks besides those in use"
+                results[left] = REFUSED
+                return results
 
     async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, and compare them with their checksums."""
@@ -406,60 +408,103 @@ class DiskTier(CodedTier):
     async def _look(self, namespace: Namespace, keys: Keys) -> Bits:
         """Wait for running writes of these blocks; return which are held.
 
-        All other blocks are absent. Between the last lookup and the return there is no
-        await.
+        All others are absent, or cannot be read. Between the last lookup and the return
+        there is no await.
         """
+        unreadable = np.zeros(keys.size, np.bool_)
         while True:
             slots = self._index.find(keys)
-            doubtful = (slots >= 0) & ~self._trusted[slots]
+            there = (slots >= 0) & ~unreadable
+            doubtful = there & ~self._trusted[slots]
             if await self._in_flight.one_ended(keys):
                 continue
             if doubtful.any():
-                await self._verify(namespace, keys[doubtful], slots[doubtful])
+                found = await self._verify(namespace, keys[doubtful], slots[doubtful])
+                unreadable[doubtful] = found == FAILED
                 continue
-            return slots >= 0
+            return there
 
-    async def _verify(self, namespace: Namespace, keys: Keys, slots: Ids) -> None:
-        """Read blocks that may be damaged, and drop unreadable ones."""
+    async def _verify(
+        self, namespace: Namespace, keys: Keys, slots: Ids
+    ) -> BlockResults:
+        """Read blocks that may be damaged, and drop those that are."""
         scratch = np.empty(keys.size * namespace.image_bytes, np.uint8)
         images = images_in(scratch, namespace.image_bytes, keys.size)
         sizes = np.zeros(keys.size, np.int64)
         batch = Batch(keys, self._index.orders(slots), images, sizes)
         results = await self._read_entries(namespace, batch)
         self._counts.count(results, written=False)
-        failed = keys[results == FAILED]
-        slots = self._index.find(failed)
-        failed = failed[slots >= 0]
-        slots = slots[slots >= 0]
-        self._index.pin(failed, slots)
-        self._index.drop(failed, slots)
+        return results
 
-    def _room(self, nbytes: int, count: int, tenant: int) -> Ids:
-        """Return up to ``count`` slots for blocks, free ones or evicted ones."""
-        slots = self._index.take(nbytes, count, tenant)
-        while slots.size < count:
-            evicted = self._index.evict(nbytes, count - slots.size, tenant).slots
-            if not evicted.size:
-                break
-            more = self._index.take(nbytes, count - slots.size, tenant)
-            slots = np.concatenate((slots, more))
-        slots.sort()
-        return slots
+    def _room(self, namespace: Namespace, nbytes: int, keys: Keys, left: Ids) -> _Room:
+        """Take free slots for absent blocks, and choose the blocks to evict with them.
 
-    async def _write_to(
-        self, slots: Ids, namespace: Namespace, batch: Batch
-    ) -> BlockResults:
-        """Write images into slots taken for them, and give the slots their keys."""
+        Args:
+            namespace: The blocks' namespace.
+            nbytes: Bytes of each.
+            keys: All blocks of the write, which are not evicted for each other.
+            left: The positions of the absent ones.
+        """
+        index = self._index
+        tenant = self._tenants.number(namespace.tenant)
+        slots = index.take(nbytes, left.size, tenant, beyond=left.size)
+        mine = index.find(keys)
+        names = keys[mine >= 0]
+        mine = mine[mine >= 0]
+        index.pin(names, mine)
+        evicted = IndexedSlots.joined()
+        if over := index.overdrawn(nbytes, tenant):
+            evicted = index.own_victims(rounded(nbytes), over, tenant)
+            paid = int(self._sizes(evicted.slots).sum()) // rounded(nbytes)
+            kept = slots.size - max(0, over - paid)
+            index.give_back(slots[max(0, kept) :])
+            slots = slots[: max(0, kept)]
+        lacking = self._reserve(nbytes) - self._slabs.free(rounded(nbytes))
+        lacking -= int(np.count_nonzero(self._sizes(evicted.slots) == rounded(nbytes)))
+        if lacking > 0:
+            # Without a free slot, a block has to go before another one is written.
+            more = index.victims(nbytes, lacking if slots.size else 1, tenant)
+            evicted = IndexedSlots.joined(evicted, more)
+        index.unpin(names, mine)
+        # The old image of a block that could not be read goes once it is written again.
+        again = keys[left[: slots.size]]
+        old = index.find(again)
+        replaced = IndexedSlots(again[old >= 0], old[old >= 0])
+        index.pin(*replaced)
+        return _Room(slots, IndexedSlots.joined(evicted, replaced))
+
+    def _reserve(self, nbytes: int) -> int:
+        """Return how many slots of a size stay free, so that nothing is overwritten.
+
+        A write goes to free slots. The blocks that it evicts lose their rows in the
+        transaction that records it, and their slots are free from then on.
+        """
+        size = rounded(nbytes)
+        slabs = int(np.count_nonzero(self._slabs.slot_bytes == size))
+        share = slabs * self._slabs.slab_bytes // _RESERVE_SHARE
+        return max(1, min(STORE_BATCH_BYTES, share) // size)
+
+    def _sizes(self, slots: Ids) -> Ids:
+        return self._slabs.slot_bytes[slots // self._slabs.stride]
+
+    async def _write_to(self, room: _Room, namespace: Namespace, batch: Batch) -> bool:
+        """Write images into the slots of a room; return whether that worked.
+
+        Only then the slots get their keys, and the evicted blocks lose theirs.
+        """
+        slots, evicted = room
         self._in_flight.begin(batch.keys)
         written = False
         try:
             with self._in_use():
                 async with self._writing:
+                    evicted = self._index.evictable(evicted)
                     # From here on the old rows are wrong, whatever happens.
                     self._stale.update(slots.tolist())
-                    await self._threads.run(
-                        partial(self._write_slots, namespace, batch, slots)
+                    work = partial(
+                        self._write_slots, namespace, batch, slots, evicted.slots
                     )
+                    await self._threads.run(work)
                     self._stale.difference_update(slots.tolist())
                     written = True
         except _ERRORS as exc:
@@ -468,6 +513,8 @@ class DiskTier(CodedTier):
             self._in_flight.end(batch.keys)
             if written:
                 self.error = ""
+                self._index.part_with(*evicted)
+                self._stale.difference_update(evicted.slots.tolist())
                 self._trusted[slots] = True
                 self._index.mark(slots, batch.orders)
                 self._index.name(batch.keys, slots, batch.born)
@@ -475,8 +522,8 @@ class DiskTier(CodedTier):
                 self._written_blocks += slots.size
             else:
                 self._index.give_back(slots)
-        result = LANDED if written else FAILED
-        return np.full(batch.keys.size, result, np.uint8)
+                self._index.unpin(evicted.keys[::-1], evicted.slots[::-1])
+        return written
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -578,10 +625,15 @@ class DiskTier(CodedTier):
         owners = (numbers.get(key[:DIGEST_BYTES], 0) for key in keys.tolist())
         return np.fromiter(owners, np.int64, keys.size)
 
-    def _write_slots(self, namespace: Namespace, batch: Batch, slots: Ids) -> None:
-        """Write images, and then their rows."""
+    def _write_slots(
+        self, namespace: Namespace, batch: Batch, slots: Ids, evicted: Ids
+    ) -> None:
+        """Write images, and then their rows in the place of evicted ones."""
         self._directory.check()
         self._rows.dirty()
+        if not slots.size:
+            self._rows.erase(range(slot, slot + 1) for slot in evicted.tolist())
+            return
         nbytes = batch.images.lengths.astype(np.int64)
         size = rounded(int(nbytes[0]))
         slabs = np.unique(slots // self._slabs.stride)
@@ -603,7 +655,7 @@ class DiskTier(CodedTier):
         serials = self._serial + np.arange(slots.size, 0, -1)
         self._serial += slots.size
         rows = DiskRows(slots, batch.keys, batch.orders, nbytes, sums, serials)
-        self._rows.record(namespace, rows)
+        self._rows.record(namespace, rows, evicted)
         self._sums[slots] = sums
         self._nbytes[slots] = nbytes
 

@@ -185,8 +185,11 @@ class DiskIndex:
                 self._db.execute("UPDATE tier SET closed = 0")
             self.closed = False
 
-    def record(self, namespace: Namespace, rows: DiskRows) -> None:
-        """Write the rows of slots whose images are on the disk."""
+    def record(self, namespace: Namespace, rows: DiskRows, evicted: Ids) -> None:
+        """Write the rows of slots whose images are on the disk.
+
+        In the same transaction the rows of the ``evicted`` slots are removed.
+        """
         known = self.namespaces
         new = namespace.digest not in known and len(known) < STORE_NAMESPACES_MAX
         with self._transaction():
@@ -200,6 +203,9 @@ class DiskIndex:
                     "INSERT OR REPLACE INTO spaces VALUES (?, ?)",
                     (namespace.digest, words),
                 )
+            self._db.executemany(
+                "DELETE FROM blocks WHERE slot = ?", ((s,) for s in evicted.tolist())
+            )
             signed = rows._replace(sums=rows.sums.view(np.int64))
             self._db.executemany(
                 "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?)",

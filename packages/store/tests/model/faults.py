@@ -18,7 +18,7 @@ from kvwire_store.tiers.directory import File, Views
 from packages.store.tests.files import Scripted
 from packages.store.tests.model.vfs import AskingVfs
 
-ERRORS: Final = (errno.ENOSPC, errno.EIO)
+ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 # What a disk writes as a whole.
 _SECTOR: Final = 512
 

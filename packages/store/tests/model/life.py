@@ -128,16 +128,17 @@ class Life:
     async def close(self) -> None:
         if self._store is None:
             return
-        before, evicted = set(self.shadow.sure), self._evicted
+        before, counts = set(self.shadow.sure), self.counts
         store, self._store = self._store, None
         await store.close()
         # What memory still had was written to the disk, in the place of something.
-        self._check_present(before, evicted)
+        self._check_present(before, counts[0])
+        self._check_replaced(counts)
 
     async def put(self, blocks: Sequence[Block]) -> list[Block]:
         """Put blocks of one kind; those that were not acknowledged."""
         kind, cache = blocks[0].kind, Cache.of(blocks[0].kind, blocks)
-        before, evicted = set(self.shadow.sure), self._evicted
+        before, counts = set(self.shadow.sure), self.counts
         self.shadow.tried.update(blocks)
         self.shadow.deleted.difference_update(blocks)
         hashes, ids = [block.hash for block in blocks], list(range(len(blocks)))
@@ -154,7 +155,8 @@ class Life:
         self.shadow.sure |= landed
         if "sync=put" in self.room.disk:
             self.shadow.flushed |= landed
-        self._check_present(before | landed, evicted)
+        self._check_present(before | landed, counts[0])
+        self._check_replaced(counts)
         return [blocks[place] for _, place in outcome.missing]
 
     async def get(self, blocks: Sequence[Block], *, failing: bool = False) -> None:
@@ -262,7 +264,12 @@ class Life:
 
     async def flush(self) -> None:
         assert self._store is not None
-        await self._store.flush()
+        before, counts = set(self.shadow.sure), self.counts
+        try:
+            await self._store.flush()
+        finally:
+            self._check_present(before, counts[0])
+            self._check_replaced(counts)
         self.shadow.flushed |= self.shadow.sure
 
     def present(self, blocks: Iterable[Block]) -> set[Block]:
@@ -294,9 +301,31 @@ class Life:
     # --- inside -----------------------------------------------------------------------
 
     @property
-    def _evicted(self) -> int:
+    def counts(self) -> tuple[int, int]:
+        """How many blocks the disk has evicted and written."""
         assert self._tier is not None
-        return self._tier.stats().evicted_blocks
+        stats = self._tier.stats()
+        return stats.evicted_blocks, stats.written_blocks
+
+    @property
+    def _evicted(self) -> int:
+        return self.counts[0]
+
+    def _check_replaced(self, before: tuple[int, int]) -> None:
+        """Whatever failed, no more blocks have gone than were written in their place.
+
+        A put may also free the slots of the reserve. Where there are several sizes, one
+        without a slab takes that of others; and where there is no free slot at all, one
+        block goes before another is written.
+        """
+        evicted, written = (
+            now - then for now, then in zip(self.counts, before, strict=True)
+        )
+        size, *others = set(map(size_of, self.room.kinds))
+        assert self._tier is not None
+        if not others and evicted > written + 1 + self._tier._reserve(size):
+            text = f"{evicted} blocks were evicted for {written} that were written"
+            raise Wrong("lost", text)
 
     def _check_present(self, expected: set[Block], evicted: int) -> None:
         """What is not there any more was evicted, and nothing else."""

@@ -6,14 +6,15 @@ More rounds: ``python -m packages.store.tests.model --rounds 1000 --seed 1``.
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from packages.store.tests.model.faults import ERRORS, POINTS, Plan
+from packages.store.tests.model.faults import ERRORS, POINTS, Plan, copied
 from packages.store.tests.model.kinds import Block
-from packages.store.tests.model.life import Life, Shadow
+from packages.store.tests.model.life import Life, Room, Shadow
 from packages.store.tests.model.rounds import EVENTS, ROOMS, Round
 
 # The tier works on threads, and waits for nothing that is a loop's own.
@@ -124,3 +125,53 @@ async def test_every_call_may_fail(tmp_path: Path, code: int) -> None:
         await life.close()
         at += 1
     assert at >= 6
+
+
+FULL = [Block(0, number) for number in range(64)]
+NEXT = [Block(0, 64 + number) for number in range(8)]
+LATER = [Block(0, 72 + number) for number in range(24)]
+
+
+@one_loop
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("code", ERRORS)
+async def test_a_write_that_fails_costs_no_block(
+    tmp_path: Path, code: int, torn: bool
+) -> None:
+    """Each call of a put or flush, and all after it: what is there stays there.
+
+    Also where the process is killed then.
+    """
+    room = Room("2MiB", "size=256KiB&slab=64KiB", (0,), 96, 1, 64)
+    at, hit = 0, True
+    while hit:
+        life = Life(tmp_path / str(at), room, Shadow())
+        await life.open()
+        for blocks in (FULL, NEXT):
+            assert await life.put(blocks) == []
+        await life.flush()
+        there = life.present([*FULL, *NEXT])
+        assert len(there) >= 60, "it is full but for its reserve"
+        counts = life.counts
+        POINTS.arm(Plan(at=at, calls=10**6, code=code, torn=torn))
+        lacking = await life.put(LATER)
+        for _ in range(2):
+            with suppress(OSError):
+                await life.flush()
+        hit = bool(POINTS.disarm())
+        left = Life(tmp_path / f"{at} left", room, Shadow(tried={*FULL, *NEXT, *LATER}))
+        copied(life.directory, left.directory)
+        evicted, written = (
+            now - then for now, then in zip(life.counts, counts, strict=True)
+        )
+        assert evicted <= written == len(LATER) - len(lacking) * hit
+        for one in (life, left):
+            if one is left:
+                await life.close()
+                await left.open()
+            assert len(one.present(there)) >= len(there) - written
+            one.shadow.sure = one.present(there)
+            await one.get_all()  # and each byte of them
+        await left.close()
+        at += 1
+    assert at >= 4

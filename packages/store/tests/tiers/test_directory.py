@@ -27,6 +27,7 @@ from tests.support.depth import examples
 SLAB = 64 * KIB
 SIZE = 4 * SLAB
 NAMESPACE = Namespace("kv", SPEC)
+NONE = np.empty(0, np.int64)
 
 
 @contextmanager
@@ -75,7 +76,7 @@ def test_a_directory_is_made_and_found_again(tmp_path: Path) -> None:
 
 def test_only_its_owner_may_read_it(tmp_path: Path) -> None:
     with opened(tmp_path) as directory:
-        directory.index.record(NAMESPACE, rows(1))
+        directory.index.record(NAMESPACE, rows(1), NONE)
         files = list(tmp_path.iterdir())
         assert len(files) == 3
         assert not any(file.stat().st_mode & 0o077 for file in files)
@@ -111,7 +112,7 @@ def test_an_open_that_fails_leaves_nothing_open(tmp_path: Path, made: bool) -> N
 def test_what_is_cut_off_is_not_there_when_it_grows_again(tmp_path: Path) -> None:
     with opened(tmp_path) as directory:
         directory.index.dirty()
-        directory.index.record(NAMESPACE, rows(0, 15, 16, 63))
+        directory.index.record(NAMESPACE, rows(0, 15, 16, 63), NONE)
     with opened(tmp_path, SLAB) as directory:
         assert directory.file.nbytes == SLAB
         assert slots_in(directory) == [0, 15]

@@ -24,6 +24,7 @@ from tests.support.caches import STORED as SPEC
 from tests.support.depth import examples
 
 SLAB = 64 * KIB
+NONE = np.empty(0, np.int64)
 NAMESPACE = Namespace("kv", SPEC)
 
 
@@ -51,7 +52,7 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
         orders=np.array([0, 7, len(ORDERS) - 1], np.uint8),
     )
     with opened(tmp_path) as index:
-        index.record(NAMESPACE, told)
+        index.record(NAMESPACE, told, NONE)
     with opened(tmp_path) as index:
         (found,) = index.rows()
     expected = told.selected(np.array([1, 0, 2]))
@@ -61,8 +62,8 @@ def test_rows_are_found_again(tmp_path: Path) -> None:
 
 def test_a_slot_has_one_row(tmp_path: Path) -> None:
     with opened(tmp_path) as index:
-        index.record(NAMESPACE, rows(1, 2, 3))
-        index.record(NAMESPACE, rows(2, 3, 4))
+        index.record(NAMESPACE, rows(1, 2, 3), NONE)
+        index.record(NAMESPACE, rows(2, 3, 4), NONE)
         assert slots_in(index) == [1, 2, 3, 4]
         index.erase([range(2, 3), range(4, 9)])
         assert slots_in(index) == [1, 3]
@@ -70,13 +71,13 @@ def test_a_slot_has_one_row(tmp_path: Path) -> None:
 
 def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
     with opened(tmp_path) as index:
-        index.record(NAMESPACE, rows(1))
+        index.record(NAMESPACE, rows(1), NONE)
         other = Namespace("other", SPEC)
         bad = rows(5, 6)._replace(keys=np.array([b"k" * 20, None], object))
         _expect_failure(index, other, bad)
         assert slots_in(index) == [1]
         assert set(index.namespaces) == {NAMESPACE.digest}
-        index.record(other, rows(5))
+        index.record(other, rows(5), NONE)
     with opened(tmp_path) as index:
         assert slots_in(index) == [1, 5]
         assert set(index.namespaces) == {NAMESPACE.digest, other.digest}
@@ -84,7 +85,7 @@ def test_a_transaction_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 def _expect_failure(index: DiskIndex, namespace: Namespace, told: DiskRows) -> None:
     with pytest.raises(sqlite3.IntegrityError):
-        index.record(namespace, told)
+        index.record(namespace, told, NONE)
 
 
 def test_it_knows_whether_it_was_closed_in_order(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_a_row_of_anything_makes_sense_or_is_none(
 ) -> None:
     """Of an index that somebody else has written to, or that is damaged."""
     with opened(tmp_path) as index:
-        index.record(NAMESPACE, rows(1, 2))
+        index.record(NAMESPACE, rows(1, 2), NONE)
     change(tmp_path, "REPLACE INTO blocks VALUES (1, ?, ?, ?, ?, ?)", *values)
     with opened(tmp_path) as index:
         for found in index.rows():
@@ -175,7 +176,7 @@ def test_so_many_spaces_and_no_more(tmp_path: Path) -> None:
             {bytes([0, *divmod(n, 256)]): NAMESPACE for n in range(4096)}
         )
         assert len(index.namespaces) == STORE_NAMESPACES_MAX
-        index.record(NAMESPACE, rows(1))
+        index.record(NAMESPACE, rows(1), NONE)
         assert len(index.namespaces) == STORE_NAMESPACES_MAX
         assert slots_in(index) == [1]
     with opened(tmp_path) as index:
