@@ -181,8 +181,9 @@ async def busy_pair() -> AsyncIterator[int]:
         kvwire.open(name="decode-0") as decode,
         BlockStore.open(["memory:64MiB"]) as store,
     ):
-        for one in (prefill, decode):
-            registry.register(CommunicatorCollector(one))
+        communicators = CommunicatorCollector(prefill)
+        communicators.add(decode)
+        registry.register(communicators)
         conn = await decode.connect(await prefill.listen("127.0.0.1:0"))
         registry.register(StoreCollector(store, "decode-0"))
         server, thread = start_http_server(0, "127.0.0.1", registry)

@@ -319,6 +319,8 @@ class SimulatedStream(Stream):
         self._work.put(event.passed)
 
     def record(self) -> SimulatedEvent:
+        if not self._thread.is_alive():
+            raise RuntimeError(f"{self._device.device}: the stream was closed")
         event = SimulatedEvent(self._device, self)
         self._work.put(event.fire)
         return event
