@@ -77,7 +77,8 @@ def test_answers_through_the_proxy(pair: Pair, tmp_path: Path) -> None:
     with running(proxy):
         hits, asked = pair.fetched, 0
         for length in (1, 33, 256, 257, 700):
-            for number, how in enumerate(({}, {"temperature": 0.8, "seed": length})):
+            ways: list[dict[str, Any]] = [{}, {"temperature": 0.8, "seed": length}]
+            for number, how in enumerate(ways):
                 ids = serving.prompt(length, seed=20 + number)
                 alone = pair.prefill.generate(ids, cache_salt="alone", **how)
                 whole = serving.complete(proxy.url, ids, **how)
