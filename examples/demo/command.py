@@ -80,7 +80,7 @@ def command(
         )
     if torch and not (find_spec("torch") and find_spec("transformers")):
         raise UsageError(
-            "--torch needs torch and transformers: pip install . "
+            "--torch needs torch and transformers: pip install . ./packages/store "
             "'./packages/engines[transformers]', in the clone"
         )
     library = "torch" if torch else "numpy"
