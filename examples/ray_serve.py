@@ -1,6 +1,6 @@
 """Prefill and decode as deployments of Ray Serve, which scale independently.
 
-    pip install . ./packages/store './packages/engines[ray]' 'ray[serve]'  # in a clone of kvwire
+    pip install . ./packages/store './packages/engines[ray]' 'ray[serve]'
     python examples/ray_serve.py          # a load that comes and goes
     python examples/ray_serve.py --kill   # and replicas of prefill are killed
 
