@@ -39,6 +39,8 @@ KV_HEAD_DIM_MAX: Final = 65_536
 KV_SHARDS_MAX: Final = 4096
 # A recurrent state of one layer; models of 2026 have up to 20 MiB.
 KV_STATE_BYTES_MAX: Final = 1024 * limits.MIB
+# Digits of the largest number that a peer's description may have.
+_DIGITS_MAX: Final = len(str(KV_STATE_BYTES_MAX))
 
 DType: TypeAlias = Literal[
     "bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"
@@ -408,8 +410,8 @@ def _texts(pairs: object) -> dict[str, str]:
 
 def _number(values: dict[str, str], name: str) -> int:
     text = values.get(name, "")
-    # No field has more than nine digits, and int() of a long text is slow.
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+    # int() of a long text is slow.
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
         raise UsageError(f"KVSpec: the peer's {name} is {text[:16]!r}, not a number")
     return int(text)
 

@@ -20,6 +20,7 @@ from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
     KVWireError,
+    ProfileMismatch,
     ProtocolError,
     UsageError,
     check_name,
@@ -224,6 +225,13 @@ class WindowOpening:
         assert isinstance(answer, WindowOpened)
         try:
             opened = OpenedWindow(windows, answer)
+        except ProfileMismatch as exc:
+            # What this side cannot read concerns this window alone.
+            windows.refuse(answer.window)
+            if not self.found.done():
+                self.found.set_exception(exc)
+            return
+        try:
             windows.by_number[opened.number] = opened  # bounded: WINDOWS_OPEN_MAX
             if answer.lane:
                 opened.adopt(answer.lane, answer.memory, answer.access)
@@ -317,8 +325,12 @@ class PeerWindows:
     def closed(self, opened: OpenedWindow) -> None:
         """Notify the owner that this side has stopped reading a window."""
         if self.by_number.pop(opened.number, None) is not None and not self._ended:
-            self.driver.core.windows.close(opened.number)
-            self.driver.run()
+            self.refuse(opened.number)
+
+    def refuse(self, number: int) -> None:
+        """Notify the owner that this side does not read a window."""
+        self.driver.core.windows.close(number)
+        self.driver.run()
 
     def end(self, error: ConnectionClosed) -> None:
         """End all windows, because the connection ends."""

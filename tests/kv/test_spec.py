@@ -141,6 +141,17 @@ def test_a_state_is_larger_than_any_head() -> None:
         replace(STATE, head_dim=2**40)
 
 
+@pytest.mark.parametrize("nbytes", [1, 10**9 - 1, 10**9, 2**30])
+def test_a_state_of_any_size_crosses_the_wire(nbytes: int) -> None:
+    """Plain bytes are one as well: 1 GiB of them has ten digits."""
+    large = replace(STATE, head_dim=nbytes)
+    assert KVSpec.from_pairs(large.to_pairs()).block_bytes == large.block_bytes
+    longer = [(n, v + "0" if n == "head_dim" else v) for n, v in large.to_pairs()]
+    if nbytes == 2**30:
+        with pytest.raises(UsageError, match="not a number"):
+            KVSpec.from_pairs(longer)
+
+
 def test_a_state_is_none_of_tokens() -> None:
     small = replace(STATE, head_dim=64)
     assert small.differing(replace(small, kind="tokens")) == ("kind",)

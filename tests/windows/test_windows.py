@@ -431,6 +431,23 @@ async def test_caches_that_do_not_fit(pair: Pair) -> None:
         remote.get(window.offer([1]), into=bytearray(100))
 
 
+async def test_a_window_whose_description_is_wrong_is_refused_alone(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or one wrong byte of it ends all that the connection does."""
+    encode = shown.encode_geometry
+
+    def damaged(geometry: Any) -> bytes:
+        return encode(geometry).replace(b"head_dim", b"head_din")
+
+    pair.far.expose("kv", SOURCE.cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(shown, "encode_geometry", damaged)
+        with pytest.raises(kvwire.ProfileMismatch, match="head_dim"):
+            await pair.left.window("kv")
+    assert (await pair.left.window("kv")).way != "closed"
+
+
 async def test_blocks_that_do_not_fit_the_ticket(pair: Pair) -> None:
     """Nothing is sent."""
     window, remote = await opened(pair)

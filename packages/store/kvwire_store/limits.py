@@ -13,9 +13,9 @@ STORE_SLABS: Final = 16
 STORE_SLAB_BYTES: Final = 64 * MIB
 STORE_SLAB_BYTES_MIN: Final = 64 * KIB
 STORE_SLAB_BYTES_MAX: Final = 16 * GIB
-# Slots per slab, so that tables by slot stay short: 64 KiB per slot in a slab of 64
+# Slots per slab, so that tables by slot stay short: 16 KiB per slot in a slab of 64
 # MiB.
-STORE_SLOTS_MAX: Final = 1024
+STORE_SLOTS_MAX: Final = 4096
 STORE_TIER_BYTES_MAX: Final = 1024 * TIB
 # SHA-256 has 32 bytes; engines append the number of the cache group.
 STORE_HASH_BYTES_MAX: Final = 64

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,7 +39,7 @@ import msgspec
 import numpy as np
 
 from kvwire.aio import run_to_completion
-from kvwire.errors import UsageError, with_remedy
+from kvwire.errors import UsageError, sayable, with_remedy
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
@@ -69,6 +70,8 @@ from kvwire_store.tiers.directory import File, TierDirectory
 from kvwire_store.tiers.disk_index import DiskRows
 from kvwire_store.tiers.memory import InFlightFills
 from kvwire_store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
+
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 _ABSENT: Final = np.uint8(ABSENT)
 _SYNCS: Final = ("flush", "put")
@@ -446,6 +449,8 @@ class DiskTier(CodedTier):
             left: The positions of the absent ones.
         """
         index = self._index
+        if news := self._slabs.news_of(nbytes):
+            logger.warning("tier %s: %s", sayable(self.name), news)
         tenant = self._tenants.number(namespace.tenant)
         slots = index.take(nbytes, left.size, tenant, beyond=left.size)
         mine = index.find(keys)

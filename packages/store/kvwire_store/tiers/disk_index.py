@@ -37,7 +37,7 @@ from kvwire_store.limits import (
 from kvwire_store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire_store.tiers.slabs import GRAIN_BYTES
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """The format's version, for the tables and the file of images."""
 
 _SETTINGS: Final = (

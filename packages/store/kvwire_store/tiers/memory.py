@@ -167,6 +167,8 @@ class MemoryTier:
 
         Cancel safety: safe, nothing stays taken, and the blocks to be evicted stay.
         """
+        if news := self.index.slabs.news_of(nbytes):
+            logger.warning("the memory tier: %s", news)
         while True:
             slots = self.index.take(nbytes, count, tenant)
             if slots.size == count:

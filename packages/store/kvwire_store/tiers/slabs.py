@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvwire.kv.blocks import Ids
 from kvwire.limits import KIB
+from kvwire.types import in_bytes
 from kvwire_store.limits import STORE_SLOTS_MAX
 
 # A multiple of disk sectors and of memory pages.
@@ -56,6 +57,7 @@ class Slabs:
         "_blank",
         "_free",
         "_open",
+        "_seen",
         "begins",
         "slab_bytes",
         "slot_bytes",
@@ -72,6 +74,7 @@ class Slabs:
         self.used: npt.NDArray[np.int64] = np.zeros(slabs, np.int64)
         self.begins: Ids = np.zeros(slabs * self.stride, np.int64)
         self._free: list[list[int]] = [[] for _ in range(slabs)]
+        self._seen: set[int] = set()
         # For each size, the slabs with a free slot; the next one to fill is first.
         self._open: dict[int, dict[int, None]] = {}
         # The slabs without a size; the next one to take is last.
@@ -94,6 +97,23 @@ class Slabs:
     def capacity(self, slot_bytes: int) -> int:
         """Return the number of slots of a size that fit a slab."""
         return min(self.stride, self.slab_bytes // slot_bytes)
+
+    def news_of(self, nbytes: int) -> str:
+        """Return how little of a slab blocks of a size can use, once for each size.
+
+        Empty if it is more than half.
+        """
+        if nbytes in self._seen:
+            return ""
+        self._seen.add(nbytes)  # bounded: by the namespaces
+        used = self.capacity(rounded(nbytes)) * rounded(nbytes)
+        if not used or 2 * used > self.slab_bytes:
+            return ""
+        return (
+            f"blocks of {nbytes} bytes can use {used / self.slab_bytes:.0%} of it, "
+            f"since a slab of {in_bytes(self.slab_bytes)} has at most {self.stride} "
+            f"blocks; open it with ?slab={used // KIB}KiB"
+        )
 
     def free(self, slot_bytes: int) -> int:
         """Return the number of slots of a size that :meth:`take` could return."""

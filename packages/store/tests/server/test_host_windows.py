@@ -81,6 +81,23 @@ async def test_a_stopped_server_is_matched_and_read() -> None:
             await until_read(server, 16)
 
 
+@pytest.mark.parametrize("size", ["64KiB", "1MiB", "1GiB", "3GiB", "4097MiB"])
+async def test_a_memory_of_any_size_is_read_in_place(size: str) -> None:
+    """A whole GiB has ten digits, and its reader's connection ended."""
+    source, target = Filled(seed=1), Filled()
+    hashes = chain(4)
+    async with (
+        BlockStore.open([f"memory:{size}"]) as store,
+        StoreServer(store, "127.0.0.1:0") as server,
+    ):
+        async with reading(f"kvwire://{server.address}") as client:
+            assert (await store.put(hashes, source.cache, range(4))).complete
+            assert (await client.get(hashes, target.cache, range(4))).complete
+            assert tier_of(client, RemoteTier).stats().read_blocks == 4
+        assert server.dropped == 0
+    assert np.array_equal(target.tokens([*range(4)]), source.tokens([*range(4)]))
+
+
 async def until_read(server: ServerProcess, blocks: int) -> None:
     """Wait until a server counts so many blocks as read from its memory."""
     while True:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire.limits import KIB, MIB
+from kvwire_store.address import TierAddress
 from kvwire_store.tiers.slabs import GRAIN_BYTES, Slabs, rounded
 
 SLAB = 16 * GRAIN_BYTES
@@ -65,3 +68,26 @@ def test_no_two_slots_overlap(data: st.DataObject) -> None:
         assert all(a[1] <= b[0] for a, b in pairwise(ranges))
         assert not ranges or (ranges[0][0] >= 0 and ranges[-1][1] <= 4 * SLAB)
     assert slabs.used_bytes == sum(end - begin for begin, end in live.values())
+
+
+@pytest.mark.parametrize("size", ["64KiB", "1MiB", "1GiB", "3GiB", "64GiB"])
+def test_small_blocks_fill_a_tier_of_any_size(size: str) -> None:
+    """Of 16 KiB on, without slabs of their own size."""
+    address = TierAddress.parse(f"memory:{size}")
+    nbytes = address.size(address.place)
+    slab = address.slab_bytes(nbytes)
+    slabs = Slabs(nbytes // slab, slab)
+    for block in (4 * KIB, 16 * KIB, 64 * KIB):
+        used = len(slabs) * slabs.capacity(block) * block
+        assert (2 * used > nbytes) == (not slabs.news_of(block)) or block > slab
+        if block >= 16 * KIB and block <= slab:
+            assert used == nbytes
+
+
+def test_who_uses_little_of_a_tier_is_told_so_once() -> None:
+    slabs = Slabs(16, 64 * MIB)
+    said = slabs.news_of(4 * KIB)
+    assert "can use 25% of it" in said
+    assert said.endswith("open it with ?slab=16384KiB")
+    assert not slabs.news_of(4 * KIB)
+    assert not Slabs(64, 16 * MIB).news_of(4 * KIB)
