@@ -19,6 +19,7 @@ from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX
 from kvwire.memory.arena import Arena
 from kvwire.windows import shown
+from kvwire.windows.fields import encode_geometry
 from kvwire.windows.window import WINDOWS_MAX
 from kvwire_certify.conformance.rig import open_descriptors
 from kvwire_certify.oracle import content
@@ -435,10 +436,9 @@ async def test_a_window_whose_description_is_wrong_is_refused_alone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or one wrong byte of it ends all that the connection does."""
-    encode = shown.encode_geometry
 
     def damaged(geometry: Any) -> bytes:
-        return encode(geometry).replace(b"head_dim", b"head_din")
+        return encode_geometry(geometry).replace(b"head_dim", b"head_din")
 
     pair.far.expose("kv", SOURCE.cache)
     with monkeypatch.context() as patched:
