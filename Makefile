@@ -44,7 +44,7 @@ PACKAGE ?=
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-ray test-s3 test-mooncake test-targets
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix failover test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-mooncake test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -158,6 +158,13 @@ test-torch: $(TORCH_STAMP)
 test-nixl: $(STAMP)
 	$(INSTALL) $(VENV) --no-deps nixl-cu12==1.5.1
 	$(BIN)/python -m pytest -m '' tests/backends tests/programs/soak -k nixl $(ARGS)
+
+# The backend `ucx` on an RDMA device, without having one: in guests of Debian's kernel with
+# soft RoCE, emulated by QEMU. As root on a Debian; about 10 minutes on two cores.
+test-rdma: $(STAMP)
+	tests/rdma/guest --prepare
+	$(BIN)/python -m compileall -q kvwire backends tests $(VENV)/lib || true
+	$(BIN)/python -m pytest --rdma --durations 0 tests/rdma $(ARGS)
 
 # A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
 test-mooncake: $(STAMP)-mooncake

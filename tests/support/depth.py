@@ -35,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--thorough", action="store_true", help="all cases of large sets, no samples"
     )
     parser.addoption(
+        "--rdma", action="store_true", help="the tests in guests with an RDMA device"
+    )
+    parser.addoption(
         "--soak",
         type=int,
         default=0,

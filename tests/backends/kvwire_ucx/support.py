@@ -40,7 +40,21 @@ TCP = "tcp"
 TRANSPORTS = (SHARED_MEMORY, TCP)
 
 
+def _has_verbs() -> bool:
+    try:
+        return any(found.transport == "rc_verbs" for found in probed()[0])
+    except BackendUnavailable:
+        return False
+
+
+# An RDMA device that UCX_NET_DEVICES admits, as in the guests of tests/rdma.
+HAS_VERBS = _has_verbs()
+
+
 def transports_of_this_loop() -> str:
-    """Shared memory on asyncio and TCP on uvloop: both, without running all twice."""
+    """One way on asyncio and another on uvloop: both, without running all twice."""
     is_uvloop = isinstance(asyncio.get_running_loop(), uvloop.Loop)
+    if HAS_VERBS:
+        # UCX connects RC queue pairs over UD ones, and prefers the former.
+        return "self,ud_verbs" if is_uvloop else "self,ud_verbs,rc_verbs"
     return TCP if is_uvloop else SHARED_MEMORY

@@ -13,7 +13,11 @@ from kvwire_ucx import UcxBackend
 from kvwire_ucx.bootstrap import parse
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import Version
-from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+from tests.backends.kvwire_ucx.support import (
+    SHARED_MEMORY,
+    needs_ucx,
+    transports_of_this_loop,
+)
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = needs_ucx
@@ -30,7 +34,8 @@ async def test_the_description_names_what_moves_the_bytes() -> None:
         side.send(100 * KIB)
     await test.arrives(right, 1)
     await test.arrives(left, 1)
-    expected = "tcp/" if transports_of_this_loop() == "tcp" else "sysv"
+    ways = transports_of_this_loop()
+    expected = "sysv/" if ways == SHARED_MEMORY else f"{ways.rpartition(',')[2]}/"
     assert expected in left.lane.description
     assert left.lane.description.startswith("UCX 1.")
     await test.aclose()

@@ -1,0 +1,33 @@
+"""Guests live as long as a module: a boot takes as long as most of its tests."""
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rdma.hosts import Host, one, two
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _asked_for(request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--rdma"):
+        pytest.skip("guests take minutes: `make test-rdma` runs them")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+    """One guest, with rxe0 on a network of its own."""
+    with one(tmp_path_factory.mktemp("out")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+    """Two guests on a wire."""
+    with two(tmp_path_factory.mktemp("out"), _free_port()) as found:
+        yield found
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
