@@ -4,13 +4,16 @@ The addresses are maintained by the zone's owner (Kubernetes, for a headless ser
 the members' role and other fields are in the URL. A resolver does not report changes,
 so it is queried every ``interval_s``. Since a single answer may be incomplete, a member
 has left once its address is missing from three answers.
+
+A member of a dual-stack network has an address of each family. Only those of one family
+count, so that no member counts twice: IPv4, as long as there is a route to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import ClassVar, Final
 
 from kvwire.directory.base import Batch, Directory
@@ -22,6 +25,8 @@ from kvwire.types import Address
 DNS_INTERVAL_S: Final = 5.0
 # A resolver's own limit is often 5 s for each server that it asks.
 _LOOK_UP_S: Final = 10.0
+# An address is forgotten once so many answers lack it.
+_ABSENCES: Final = 3
 
 # The errors for a name that does not exist or has no address: there are no members.
 _NOBODY: Final = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
@@ -60,6 +65,7 @@ class DnsDirectory(Directory):
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
         loop = asyncio.get_running_loop()
+        six, absences = False, _ABSENCES
         while True:
             try:
                 async with asyncio.timeout(_LOOK_UP_S):
@@ -74,18 +80,48 @@ class DnsDirectory(Directory):
                     raise
                 found = []
             hosts = dict.fromkeys(str(address[0]) for *_, address in found)
-            records = [self._record(host) for host in hosts]
+            # An incomplete answer may have one family's addresses alone.
+            absences = 0 if any(is_six(h) is six for h in hosts) else absences + 1
+            if absences >= _ABSENCES:
+                six, absences = prefers_six(hosts), 0
+            records = [self._record(host) for host in hosts if is_six(host) is six]
             yield {record.key: record.encode() for record in records}
             await asyncio.sleep(self._interval_s)
 
-    def _record(self, host: str, name: str = "", node: str | None = None) -> Record:
+    def _record(
+        self, host: str, name: str = "", labels: Mapping[str, str] | None = None
+    ) -> Record:
         record = Record(
             name=name or host,
             address=str(Address(self.given["scheme"], host, self._port)),
             role=self.given["role"],
             model=self.given["model"],
-            labels={"node": node} if node else {},
+            labels=dict(labels or {}),
             lease_s=3 * self._interval_s,
         )
         record.encode()
         return record
+
+
+def is_six(host: str) -> bool:
+    """Return whether an address is one of IPv6."""
+    return ":" in host
+
+
+def prefers_six(hosts: Iterable[str]) -> bool:
+    """Return whether members with these addresses are reached by IPv6, not by IPv4."""
+    one_of_each = {is_six(host): host for host in hosts}
+    if len(one_of_each) < len((False, True)):
+        return True in one_of_each
+    return not _has_route(one_of_each[False]) and _has_route(one_of_each[True])
+
+
+def _has_route(host: str) -> bool:
+    family = socket.AF_INET6 if is_six(host) else socket.AF_INET
+    try:
+        socket.inet_pton(family, host)  # a name would be looked up, and block
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 1))  # sends nothing
+    except OSError:
+        return False
+    return True

@@ -1,9 +1,13 @@
 """Kubernetes as a directory: the endpoints of a Service, from its API server.
 
 Kubernetes reports the endpoints that exist and are ready; their role and other fields
-are in the URL. The Service's slices are listed and then watched, so that a change
-arrives at once. Every ``interval_s`` the watch ends and the slices are listed again,
-which renews the members and corrects anything that the watch has missed.
+are in the URL. A record has the labels ``node``, its pod's name, and ``host``, the name
+of the machine that runs the pod. A dual-stack Service has slices for each family; a pod
+with addresses of both is one member.
+
+The Service's slices are listed and then watched, so that a change arrives at once.
+Every ``interval_s`` the watch ends and the slices are listed again, which renews the
+members and corrects anything that the watch has missed.
 """
 
 from __future__ import annotations
@@ -12,14 +16,14 @@ import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 
 from kvwire.aio import Upkeep
 from kvwire.config import local_path
 from kvwire.directory.base import DIRECTORY_RETRY_S, Batch
-from kvwire.directory.dns import DnsDirectory
+from kvwire.directory.dns import DnsDirectory, is_six, prefers_six
 from kvwire.directory.tls import client_context
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
@@ -62,6 +66,17 @@ class _Metadata(msgspec.Struct, frozen=True, rename="camel"):
 class _Slice(msgspec.Struct, frozen=True):
     metadata: _Metadata = _Metadata()
     endpoints: list[_Endpoint] | None = None
+
+
+class _Member(NamedTuple):
+    """An address of a pod, and its record; no record where it is not an address."""
+
+    pod: str
+    host: str
+    record: bytes
+
+
+_Slices = dict[str, dict[str, _Member]]
 
 
 class _List(msgspec.Struct, frozen=True):
@@ -135,9 +150,7 @@ class KubernetesDirectory(DnsDirectory):
                             yield batch
                     upkeep.lost("the watch has ended")
 
-    async def _list(
-        self, client: httpx.AsyncClient
-    ) -> tuple[str, dict[str, dict[str, bytes]]]:
+    async def _list(self, client: httpx.AsyncClient) -> tuple[str, _Slices]:
         """Return the list's version, and the members of each slice."""
         body = bytearray()
         async with client.stream("GET", self._path, params=self._query) as answer:
@@ -176,21 +189,23 @@ class KubernetesDirectory(DnsDirectory):
                         if event.type != "BOOKMARK":
                             yield event
 
-    def _members(self, found: _Slice) -> dict[str, bytes]:
-        """Return the records of a slice's ready endpoints."""
-        members: dict[str, bytes] = {}
+    def _members(self, found: _Slice) -> dict[str, _Member]:
+        """Return a slice's ready endpoints by their keys."""
+        members: dict[str, _Member] = {}
         for endpoint in found.endpoints or ():
             host = next(iter(endpoint.addresses), "")
             if not host or endpoint.conditions.ready is False:
                 continue
+            pod = endpoint.target_ref.name
+            labels = {"node": pod, "host": endpoint.node_name or ""}
+            labels = {name: value for name, value in labels.items() if value}
             try:
-                record = self._record(
-                    host, endpoint.target_ref.name, endpoint.node_name
-                )
+                record = self._record(host, pod, labels)
             except UsageError:
-                members[host] = b""  # not a record: it is counted and skipped
+                # Not a record: it is counted and skipped.
+                members[host] = _Member(pod or host, host, b"")
             else:
-                members[record.key] = record.encode()
+                members[record.key] = _Member(pod or host, host, record.encode())
         return members
 
     def _client(self) -> httpx.AsyncClient:
@@ -235,14 +250,19 @@ def _check_size(nbytes: int) -> None:
 
 
 def _changed(
-    known: dict[str, bytes], slices: Mapping[str, Mapping[str, bytes]], *, renew: bool
+    known: dict[str, bytes], slices: _Slices, *, renew: bool
 ) -> tuple[dict[str, bytes], dict[str, bytes | None]]:
     """Return the current members, and the batch of changes.
 
     While an endpoint moves from one slice to another, it is in both or in neither for a
     moment; only the union of all slices counts.
     """
-    now = {key: value for part in slices.values() for key, value in part.items()}
+    found = {key: member for part in slices.values() for key, member in part.items()}
+    hosts: dict[str, list[str]] = {}
+    for member in found.values():
+        hosts.setdefault(member.pod, []).append(member.host)
+    six = {pod: prefers_six(addresses) for pod, addresses in hosts.items()}
+    now = {k: m.record for k, m in found.items() if is_six(m.host) is six[m.pod]}
     batch: dict[str, bytes | None] = dict.fromkeys(known.keys() - now.keys())
     batch |= {k: v for k, v in now.items() if renew or known.get(k) != v}
     return now, batch

@@ -37,24 +37,42 @@ class Zone:
 @pytest.mark.asyncio(loop_factories=["asyncio"])  # uvloop's methods cannot be replaced
 async def test_addresses_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     zone = Zone(monkeypatch)
-    zone.hosts = ["10.0.0.1", "fd00::1", "10.0.0.1"]
+    zone.hosts = ["10.0.0.1", "10.0.0.3", "10.0.0.1"]
     directory = open_directory(
         "dns://decode.svc:7400?role=decode&model=m&interval_s=0.2"
     )
     found = await directory.members("role=decode,model=m")
     addresses = {record.address for record in found}
-    assert addresses == {"tcp://10.0.0.1:7400", "tcp://[fd00::1]:7400"}
+    assert addresses == {"tcp://10.0.0.1:7400", "tcp://10.0.0.3:7400"}
     async with aclosing(directory.watch()) as changes:
         joined = {(await anext(changes)).record.name for _ in range(2)}
-        assert joined == {"10.0.0.1", "fd00::1"}
+        assert joined == {"10.0.0.1", "10.0.0.3"}
         zone.hosts = ["10.0.0.1", "10.0.0.2"]
         change = await anext(changes)
         assert (change.kind, change.record.name) == (ChangeKind.JOINED, "10.0.0.2")
         # After three answers without it.
         asked = zone.asked
         change = await anext(changes)
-        assert (change.kind, change.record.name) == (ChangeKind.LEFT, "fd00::1")
+        assert (change.kind, change.record.name) == (ChangeKind.LEFT, "10.0.0.3")
         assert zone.asked - asked <= 3
+    await directory.close()
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+async def test_members_with_two_addresses_count_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zone = Zone(monkeypatch)
+    directory = open_directory("dns://decode.svc:7400?interval_s=0.2")
+    zone.hosts = ["::1", "fd00::2", "127.0.0.1", "127.0.0.2"]
+    async with aclosing(directory.watch()) as changes:
+        joined = {(await anext(changes)).record.name for _ in range(2)}
+        assert joined == {"127.0.0.1", "127.0.0.2"}
+        # An answer of one family is incomplete; by the third, the addresses are gone.
+        asked, zone.hosts = zone.asked, ["::1"]
+        change = await anext(changes)
+        assert (change.kind, change.record.name) == (ChangeKind.JOINED, "::1")
+        assert zone.asked - asked >= 3
     await directory.close()
 
 

@@ -15,7 +15,7 @@ import pytest
 import kvwire
 from kvwire import UsageError
 from kvwire.aio import Upkeep
-from kvwire.directory import Change, Directory, open_directory
+from kvwire.directory import Change, Directory, dns, open_directory
 from kvwire.directory.kubernetes import KUBERNETES_ANSWER_BYTES_MAX
 from tests.directory.records import found_by
 from tests.support.pairs import until
@@ -118,7 +118,7 @@ async def test_pods_come_and_go(api: ApiServer, tmp_path: Path) -> None:
         pods("c", "10.0.0.9", ready=False),
     ]
     directory = directory_at(api, more=f"&account={tmp_path}")
-    async with aclosing(directory.watch("role=decode,model=m,node=node-1")) as changes:
+    async with aclosing(directory.watch("role=decode,model=m,host=node-1")) as changes:
         joined = [await anext(changes), await anext(changes)]
         assert {said(change) for change in joined} == {
             ("JOINED", "pod-10.0.0.1"),
@@ -149,6 +149,42 @@ async def test_pods_come_and_go(api: ApiServer, tmp_path: Path) -> None:
     }
     assert token == "bearer secret"
     await directory.close()
+
+
+async def test_pods_of_one_host_are_told_apart(api: ApiServer) -> None:
+    api.slices = [pods("a", "10.0.0.1", "10.0.0.2")]
+    directory = directory_at(api)
+    found = await directory.members("host=node-1")
+    assert {r.labels["node"] for r in found} == {"pod-10.0.0.1", "pod-10.0.0.2"}
+    await directory.close()
+
+
+async def test_a_pod_with_two_addresses_is_one_member(
+    api: ApiServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def addressed(name: str, *hosts: str) -> Slice:
+        found = pods(name, *hosts)
+        for number, endpoint in enumerate(found["endpoints"]):
+            endpoint["targetRef"]["name"] = f"pod-{number}"
+        return found
+
+    async def addresses(*slices: Slice) -> list[str]:
+        api.slices = list(slices)
+        directory = directory_at(api)
+        found = await directory.members("role=decode")
+        await directory.close()
+        return sorted(record.address for record in found)
+
+    four = addressed("four", "127.0.0.1", "127.0.0.2")
+    six = addressed("six", "::1", "fd00::2")
+    fours = ["tcp://127.0.0.1:7400", "tcp://127.0.0.2:7400"]
+    assert await addresses(six, four) == fours
+    assert await addresses(four, addressed("six", "::1")) == fours
+    sixes = ["tcp://[::1]:7400", "tcp://[fd00::2]:7400"]
+    assert await addresses(six) == sixes
+    # A host without a route by IPv4 takes the other addresses.
+    monkeypatch.setattr(dns, "_has_route", lambda host: ":" in host)
+    assert await addresses(six, four) == sixes
 
 
 async def test_what_a_watch_missed_is_in_the_next_list(api: ApiServer) -> None:

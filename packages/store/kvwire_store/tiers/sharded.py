@@ -79,6 +79,7 @@ class ShardedTier(Tier):
         self._timeout_s = timeout_s
         self._records: dict[str, Record] = {}
         self._nodes: dict[str, _Node] = {}
+        self._shared_names: set[str] = set()
         self._watching: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -299,7 +300,20 @@ class ShardedTier(Tier):
 
     def _follow(self) -> None:
         """Dial and drop nodes to match the records; the last of equal names counts."""
-        wanted = {_name(r): r.address for r in self._records.values()}
+        wanted: dict[str, str] = {}
+        for record in self._records.values():
+            name = _name(record)
+            if name in wanted and name not in self._shared_names:
+                self._shared_names.add(name)  # bounded: MEMBERS_MAX
+                logger.warning(
+                    "%s: %s and %s have the name %s, so only the second is used. If "
+                    "both run, give each its own: --label node=NAME",
+                    self.name,
+                    wanted[name],
+                    record.address,
+                    name,
+                )
+            wanted[name] = record.address
         for node in list(self._nodes.values()):
             if wanted.get(node.name) != node.address:
                 del self._nodes[node.name]

@@ -28,11 +28,13 @@ def nodes_of(store: BlockStore) -> int:
     return len(tier_of(store, ShardedTier)._asked())
 
 
-async def served(stack: AsyncExitStack, folder: Path) -> BlockStore:
+async def served(stack: AsyncExitStack, folder: Path, **labels: str) -> BlockStore:
     """A store that is served, and announces itself."""
     store = await stack.enter_async_context(BlockStore.open(["memory:1MiB"]))
     where = f"file:{folder}?interval_s=0.05"
-    server = StoreServer(store, "127.0.0.1:0", labels={"pool": "a"}, directory=where)
+    server = StoreServer(
+        store, "127.0.0.1:0", labels={"pool": "a"} | labels, directory=where
+    )
     await stack.enter_async_context(server)
     return store
 
@@ -67,6 +69,18 @@ async def test_nodes_come_and_go(tmp_path: Path) -> None:
             assert (await tier_of(other, ShardedTier).find(_keys(stores)) != 255).all()
             await other.delete(hashes, target.cache)
         assert not any(len(inside.tiers(store).memory.index) for store in stores)
+
+
+async def test_two_nodes_with_one_name_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = f"kvwire://role=store?directory=file:{tmp_path}?interval_s=0.05"
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await served(stack, tmp_path, node="a")
+        await stack.enter_async_context(BlockStore.open([where]))
+        await until(lambda: "have the name a" in caplog.text)
+        assert "--label node=NAME" in caplog.text
 
 
 async def test_verbs_go_to_nodes(tmp_path: Path) -> None:
