@@ -1,0 +1,88 @@
+"""Every size that a setting takes is opened and used: 0, 1, 1 KiB, GiB, the largest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+import numpy as np
+import pytest
+
+import kvwire
+from kvwire import Config
+from kvwire.limits import GIB, KIB
+from tests.support.caches import Memory, same
+from tests.support.pairs import connected
+
+# Of the settings that are times, tests of what they limit use the smallest and largest.
+_UNITS_OF_TIME: Final = "_s"
+_VALUES: Final = (0, 1, KIB, 64 * KIB, GIB, 2 * GIB, 64 * GIB)
+# A setting without a largest value takes any that msgspec reads from a file.
+_LARGEST: Final = 2**63 - 1
+_TAG: Final = 1
+
+
+def sizes() -> Iterator[tuple[str, int]]:
+    """Yield each numeric setting with each of these values that it takes."""
+    found = msgspec.inspect.type_info(Config)
+    assert isinstance(found, msgspec.inspect.StructType)
+    for field in found.fields:
+        if not isinstance(field.type, msgspec.inspect.IntType):
+            continue
+        least = field.type.ge
+        most = field.type.le or _LARGEST
+        assert least is not None, f"{field.name} takes numbers below 0"
+        within = {value for value in _VALUES if least <= value <= most}
+        for value in sorted({least, *within, most}):
+            yield field.name, int(value)
+
+
+def test_every_setting_that_is_a_number_has_its_sizes() -> None:
+    named = {name for name, _ in sizes()}
+    assert {"chunk_bytes", "message_bytes", "quarantine_bytes", "lanes"} <= named
+    assert not any(name.endswith(_UNITS_OF_TIME) for name in named)
+
+
+@pytest.mark.parametrize(("name", "value"), [*sizes()])
+async def test_a_setting_is_used_at_each_of_its_sizes(name: str, value: int) -> None:
+    """By a message, a transfer, a put, a get, and blocks from a window."""
+    data = np.random.default_rng(value % 2**32).bytes(100 * KIB)
+    async with connected("tcp", prefer=("tcp",), **{name: value}) as pair:
+        message = data
+        if name == "message_bytes":
+            message = data[: min(value, len(data))]
+        sent = pair.left.send(_TAG, message)
+        assert bytes(await pair.right.recv(_TAG)) == message
+        await sent
+
+        source, target = Memory(), Memory()
+        source.stamp([0, 1])
+        out = pair.far.publish("x", source.cache, [0, 1])
+        out.ready()
+        out.finish()
+        pulled = pair.left.pull("x", target.cache, [2, 3])
+        assert (await pulled).complete
+        await pulled.drained()
+        assert (await out).complete
+        await out.drained()
+        assert same(source, [0, 1], target, [2, 3])
+
+        lent = np.zeros(len(data), np.uint8)
+        async with pair.far.register(lent, access="readwrite") as region:
+            raw = region.grant(pair.right).to_bytes()
+            grant = kvwire.Grant.from_bytes(raw)
+            await pair.left.put(data, grant)
+            back = bytearray(len(data))
+            await pair.left.get(grant, into=back)
+            assert back == lent.tobytes() == data
+
+        async with (
+            pair.far.expose("kv", source.cache) as window,
+            await pair.left.window("kv") as remote,
+        ):
+            into = Memory()
+            ticket = window.offer([0, 1])
+            got = await remote.get(ticket, into=into.cache, blocks=[4, 5])
+            assert got.complete
+            assert same(source, [0, 1], into, [4, 5])
