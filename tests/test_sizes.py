@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -48,7 +48,8 @@ def test_every_setting_that_is_a_number_has_its_sizes() -> None:
 async def test_a_setting_is_used_at_each_of_its_sizes(name: str, value: int) -> None:
     """By a message, a transfer, a put, a get, and blocks from a window."""
     data = np.random.default_rng(value % 2**32).bytes(100 * KIB)
-    async with connected("tcp", prefer=("tcp",), **{name: value}) as pair:
+    settings: dict[str, Any] = {name: value}
+    async with connected("tcp", prefer=("tcp",), **settings) as pair:
         message = data
         if name == "message_bytes":
             message = data[: min(value, len(data))]
