@@ -65,7 +65,8 @@ class DnsDirectory(Directory):
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
         loop = asyncio.get_running_loop()
-        six, absences = False, _ABSENCES
+        six = False
+        absences = _ABSENCES
         while True:
             try:
                 async with asyncio.timeout(_LOOK_UP_S):
@@ -83,7 +84,8 @@ class DnsDirectory(Directory):
             # An incomplete answer may have one family's addresses alone.
             absences = 0 if any(is_six(h) is six for h in hosts) else absences + 1
             if absences >= _ABSENCES:
-                six, absences = prefers_six(hosts), 0
+                six = prefers_six(hosts)
+                absences = 0
             records = [self._record(host) for host in hosts if is_six(host) is six]
             yield {record.key: record.encode() for record in records}
             await asyncio.sleep(self._interval_s)
