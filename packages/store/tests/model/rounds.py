@@ -240,6 +240,7 @@ class Round:
         )
         self._ends += 1
         self._left = Life(self._base / str(self._ends), life.room, shadow)
+        self._left.inherited = life.present(then.tried)
         if power:
             POINTS.cut(life.directory, self._left.directory, self._draw)
         else:
