@@ -18,7 +18,6 @@ receives pending and nothing arriving, no Python code runs.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import ctypes
 import itertools
 import os
@@ -27,6 +26,7 @@ import time
 from collections.abc import Callable
 from typing import Final, final
 
+from kvwire.backend.contexts import without_context
 from kvwire.backend.pacing import unpace
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
@@ -96,8 +96,7 @@ class Worker:
         except BaseException:
             self._ucp.worker_destroy(self.handle)
             raise
-        # It must not keep the variables of the request that was the first one.
-        contextvars.Context().run(loop.add_reader, self._event_fd, self._turn)
+        without_context(loop.add_reader, self._event_fd, self._turn)
         self.wake()
 
     # --- operations -------------------------------------------------------------------

@@ -11,8 +11,8 @@ from collections import deque
 from time import time_ns
 from typing import Final
 
-# The events of a process that `kvwire trace` can show: 400 transfers of 32 layers, 4
-# MB.
+# The events of a process that `kvwire trace` can show: those of 400 transfers of 32
+# layers, in 4 MB.
 TRACE_EVENTS_MAX: Final = 16_384
 
 # Time (ns since 1970), event, its transfer or call, and further values.

@@ -25,7 +25,7 @@ from pathlib import Path
 
 GUEST = Path(__file__).with_name("guest")
 PYTHON = sys.executable
-FIRST, SECOND = "192.168.78.1", "192.168.78.2"
+FIRST = "192.168.78.1"  # of two; the other one is .2
 _NOT_PASSED = ("UCX_", "KVWIRE_")
 PING = "busybox ping -c 3 -W 20"
 _END = "rig-status"
@@ -151,7 +151,7 @@ def one(out: Path) -> Iterator[Host]:
 
 @contextlib.contextmanager
 def two(out: Path, port: int) -> Iterator[tuple[Host, Host]]:
-    """Two guests on one wire, at FIRST and SECOND; loopback's ``port`` carries it."""
+    """Two guests on one wire, which loopback's ``port`` carries; the first is FIRST."""
     first = Host(out, f"listen:{port}")
     try:
         time.sleep(2)  # QEMU's socket network does not dial again
