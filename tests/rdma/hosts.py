@@ -57,7 +57,8 @@ class Host:
             start_new_session=True,  # so that all of the guest can be stopped at once
         )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -135,7 +136,9 @@ class Host:
         """End the guest, as a machine that loses its power."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._reader.join()
+        with contextlib.suppress(BrokenPipeError):  # a command that was not read
+            self._process.communicate()
 
 
 @contextlib.contextmanager
