@@ -18,6 +18,7 @@ from kvwire.cli.doctor import peer
 from kvwire.limits import KIB, MIB
 from kvwire.types import Candidate
 from tests.cli.doctor.hosts import THERE, examination, ward
+from tests.support.pairs import until
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,7 @@ async def test_a_report_reaches_whoever_runs_it() -> None:
     here = examination()
     async with ward() as found:
         report = await peer.examine_peer(found.prober, found.address, here, said.append)
+        await until(lambda: found.heard)
     assert found.heard == [report]
     assert report.well
     assert (report.here, report.there) == (here, THERE)

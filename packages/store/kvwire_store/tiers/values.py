@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from functools import partial
 from itertools import repeat
-from typing import ClassVar, Self, TypeAlias
+from typing import ClassVar, Final, Self, TypeAlias
 
 import numpy as np
 
@@ -164,7 +164,7 @@ class KeyValueTier(ValueIO, CodedTier):
         asked = np.arange(keys.size)
         if memory is not None:
             orders, asked = memory.look_up(keys)
-            before = memory.state(keys[asked])
+            before = memory.versions(keys[asked])
         heads = await self.heads(keys[asked]) if asked.size else []
         named = zip(asked.tolist(), keys[asked].tolist(), heads, strict=True)
         for number, (at, key, head) in enumerate(named):
@@ -174,7 +174,7 @@ class KeyValueTier(ValueIO, CodedTier):
                 order = _order(key, head)
             if memory is not None:
                 # An answer from before a put or delete is outdated after it.
-                unchanged = memory.state_of(key) == before[number]
+                unchanged = memory.version(key) == before[number]
                 if unchanged and order == ABSENT and head is not BlockResult.FAILED:
                     memory.lacks(key, STORE_OBJECT_ABSENT_S)
                 elif unchanged and order != ABSENT:
@@ -254,7 +254,7 @@ class KeyValueTier(ValueIO, CodedTier):
 
     async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         memory = self._memory
-        before = [] if memory is None else memory.state(batch.keys)
+        before = [] if memory is None else memory.versions(batch.keys)
         results = await self.get_into(batch)
         if memory is None:
             # Otherwise the next put would assume that these blocks exist.
@@ -262,8 +262,8 @@ class KeyValueTier(ValueIO, CodedTier):
                 await self.remove(damaged)
             return results
         columns = batch.keys.tolist(), results.tolist(), before
-        for key, result, state in zip(*columns, strict=True):
-            if result in (MISSING, DAMAGED) and memory.state_of(key) == state:
+        for key, result, version in zip(*columns, strict=True):
+            if result in (MISSING, DAMAGED) and memory.version(key) == version:
                 # A damaged value stays damaged until a put replaces it.
                 until_put = math.inf if result == DAMAGED else STORE_OBJECT_ABSENT_S
                 memory.lacks(key, until_put)
@@ -292,10 +292,12 @@ class _Memory:
     """Caches which blocks exist, and for a short time which do not.
 
     Calls overlap, so an answer may be older than a change. A look-up changes an entry
-    only if it is the same as when the look-up began; a put or delete only if no other
-    one of the block overlapped it, since the order in which the service ran them is
-    unknown.
+    only if nothing has changed it since the look-up began; a put or delete only if no
+    other one of the block overlapped it, since the order in which the service ran them
+    is unknown.
     """
+
+    _VERSIONS: Final = 1 << 12
 
     def __init__(self) -> None:
         # The orders of existing blocks; the last found one at the end.
@@ -306,6 +308,9 @@ class _Memory:
         # several.
         self._changing: dict[Key, int] = {}
         self._contested: set[Key] = set()
+        # How often the blocks of each residue of the hash have changed. A
+        # state would not do: a block that goes and returns looks as it did before.
+        self._versions = [0] * self._VERSIONS
 
     def begin(self, keys: Keys) -> None:
         """Record that a put or delete of blocks has begun."""
@@ -337,19 +342,20 @@ class _Memory:
         asked = [at for at in unknown if self._absent.get(keys[at], 0.0) <= now]
         return orders, np.array(asked, np.int64)
 
-    def state(self, keys: Keys) -> list[tuple[int | None, float | None]]:
-        """Return the known state of each block; any change of a block changes it."""
-        return list(map(self.state_of, keys.tolist()))
+    def versions(self, keys: Keys) -> list[int]:
+        """Return the version of each block; any change of a block changes it."""
+        return list(map(self.version, keys.tolist()))
 
-    def state_of(self, key: Key) -> tuple[int | None, float | None]:
-        """Return the known state of one block."""
-        return self.present.get(key), self._absent.get(key)
+    def version(self, key: Key) -> int:
+        """Return the version of one block."""
+        return self._versions[hash(key) % self._VERSIONS]
 
     def note(self, key: Key, order: int) -> None:
         """Cache the order of a block, or ``ABSENT``."""
         if order == ABSENT:
             self.lacks(key, STORE_OBJECT_ABSENT_S)
             return
+        self._changed(key)
         self._absent.pop(key, None)
         self.present[key] = order
         self.present.move_to_end(key)
@@ -358,6 +364,7 @@ class _Memory:
 
     def lacks(self, key: Key, for_s: float) -> None:
         """Cache for some seconds that a block is absent."""
+        self._changed(key)
         self.present.pop(key, None)
         self._absent[key] = asyncio.get_running_loop().time() + for_s
         self._absent.move_to_end(key)
@@ -369,3 +376,6 @@ class _Memory:
         self._contested.update(k for k in self._changing if k.startswith(digest))
         for key in [key for key in self.present if key.startswith(digest)]:
             self.lacks(key, 0.0)
+
+    def _changed(self, key: Key) -> None:
+        self._versions[hash(key) % self._VERSIONS] += 1

@@ -11,7 +11,7 @@ import pytest
 from kvwire_store.images import images_in
 from kvwire_store.keys import Keys, as_keys
 from kvwire_store.namespace import ABSENT, UNKNOWN
-from kvwire_store.tiers.base import Batch, BlockResult
+from kvwire_store.tiers.base import Batch, BlockResult, BlockResults
 from packages.store.tests.contract import NAMESPACE
 from packages.store.tests.tiers.services import Played, Remembering
 from tests.support.pairs import until
@@ -83,6 +83,21 @@ async def test_an_old_answer_never_replaces_what_is_known_by_now(seed: int) -> N
         )
         there = [key in tier.service.values for key in KEYS.tolist()]
         assert (await tier.find(KEYS) != ABSENT).tolist() == there
+    await tier.close()
+
+
+async def test_a_block_that_went_and_returned_meanwhile_is_not_absent() -> None:
+    class Overtaken(Remembering):
+        async def get_into(self, batch: Batch) -> BlockResults:
+            await self.delete(batch.keys)
+            results = await super().get_into(batch)
+            await self.write(NAMESPACE, batch)
+            return results
+
+    tier = await Played().open(Overtaken)
+    await tier.write(NAMESPACE, batch())
+    assert (await tier.read(NAMESPACE, batch()) == BlockResult.MISSING).all()
+    assert (await tier.find(KEYS) == 1).all()
     await tier.close()
 
 
