@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import PurePath
 from typing import Final
 
-from tests.programs.structure import idioms, imports
+from tests.programs.structure import idioms, imports, scaffolding
 from tests.support import tree
 
 # What makes a number smaller lowers its ceiling. One that becomes larger needs a reason
@@ -64,7 +64,11 @@ def main() -> None:
     print("\n".join(f"  ring of {ring}" for ring in found["rings"]))
     for name in above:
         print(f"{name}: python -m tests.programs.structure --list {name!r}")
-    sys.exit(1 if above else 0)
+    tests = scaffolding.counted(tree.python(*tree.TESTS))
+    print("\n".join(f"{name:27}{count}" for name, count in tests.items()))
+    excess = scaffolding.above(tests)
+    print("\n".join(excess))
+    sys.exit(1 if above or excess else 0)
 
 
 if __name__ == "__main__":

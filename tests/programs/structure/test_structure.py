@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.programs.structure import idioms, imports
+from tests.programs.structure import idioms, imports, scaffolding
 from tests.support.tree import Source
 
 GRAPH = {
@@ -81,3 +81,21 @@ def f(done: Callable[[int], None] | None, *, other: int) -> Callable[[], None]:
     source = Source("a.py", text)
     assert list(idioms.callbacks(source)) == ["a.py:2: f: done"]
     assert list(idioms.backoffs(source)) == ["a.py:3"]
+
+
+def test_lines_around_tests_and_helper_classes_are_counted_by_folder() -> None:
+    text = """
+class Rig:
+    def test_me(self): ...
+
+class TestRig:
+    @parametrize
+    def test_it(self):
+        def test_within(): ...
+"""
+    files = [Source("tests/wire/test_a.py", text), Source("tests/wire/b/c.py", "x\n")]
+    (name,) = found = scaffolding.counted(files)
+    assert name == "tests/wire"
+    assert (found[name].lines, found[name].inside, found[name].tests) == (9, 4, 2)
+    assert (found[name].around, found[name].classes) == (5, 1)
+    assert scaffolding.above({"tests/new": found[name]})

@@ -1,0 +1,124 @@
+"""How many lines of tests lie inside test functions, and how many around them.
+
+A *module of tests* is any Python file of a folder of tests: what helps tests is counted
+with them. A *helper class* is each class there whose name does not begin with Test.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from tests.support.tree import Source
+
+# Lines around tests, by folder. The aim is as many as inside: a folder that is there
+# falls with each test that needs no helper.
+CEILINGS: Final[dict[str, int]] = {
+    "packages/certify/tests": 900,
+    "packages/engines/tests": 1150,
+    "packages/store/tests": 5900,
+    "packages/vllm/tests": 11800,
+    "tests": 1550,
+    "tests/backend": 450,
+    "tests/backends": 5900,
+    "tests/cli": 1150,
+    "tests/directory": 1650,
+    "tests/driver": 1250,
+    "tests/endpoint": 1500,
+    "tests/engine": 400,
+    "tests/examples": 500,
+    "tests/fault": 3250,
+    "tests/gpu": 1950,
+    "tests/kv": 2050,
+    "tests/memory": 1050,
+    "tests/migration": 250,
+    "tests/observe": 600,
+    "tests/programs": 12800,
+    "tests/proto": 2200,
+    "tests/protocol": 1250,
+    "tests/rdma": 450,
+    "tests/runtime": 50,
+    "tests/scenarios": 900,
+    "tests/security": 550,
+    "tests/site": 250,
+    "tests/support": 6500,
+    "tests/testing": 100,
+    "tests/transfers": 2400,
+    "tests/windows": 350,
+    "tests/wire": 500,
+}
+CLASSES_MAX: Final = 555
+
+
+@dataclass(slots=True)
+class Count:
+    """What there is in a folder, in lines; a test with its decorators is inside."""
+
+    lines: int = 0
+    inside: int = 0
+    tests: int = 0
+    classes: int = 0
+
+    @property
+    def around(self) -> int:
+        """Lines that are in no test."""
+        return self.lines - self.inside
+
+    def __str__(self) -> str:
+        share = 100 * self.inside // max(self.lines, 1)
+        each = self.around / max(self.tests, 1)
+        return (
+            f"{self.lines:6} lines, {share:3} % inside {self.tests:5} tests, "
+            f"{each:6.1f} around each, {self.classes:4} helper classes"
+        )
+
+
+def folder(path: str) -> str:
+    """The folder that a module of tests is counted in."""
+    parts = path.split("/")
+    if parts[0] == "packages":
+        return "/".join(parts[:3])
+    return "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+
+
+def counted(files: Iterable[Source]) -> dict[str, Count]:
+    """What each folder has."""
+    found: dict[str, Count] = {}
+    for source in files:
+        count = found.setdefault(folder(source.path), Count())
+        count.lines += len(source.lines)
+        for test in tests(source.syntax):
+            decorators = [one.lineno for one in test.decorator_list]
+            assert test.end_lineno is not None
+            count.inside += test.end_lineno + 1 - min([test.lineno, *decorators])
+            count.tests += 1
+        count.classes += sum(
+            isinstance(node, ast.ClassDef) and not node.name.startswith("Test")
+            for node in ast.walk(source.syntax)
+        )
+    return found
+
+
+def tests(within: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Each test function that is in no other one."""
+    for node in ast.iter_child_nodes(within):
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        if isinstance(node, functions) and node.name.startswith("test"):
+            yield node
+        else:
+            yield from tests(node)
+
+
+def above(found: dict[str, Count]) -> list[str]:
+    """Folders with more than their ceiling, and the sum of helper classes."""
+    classes = sum(count.classes for count in found.values())
+    wrong = [
+        f"{name}: {count.around} lines around tests, at most {CEILINGS.get(name, 0)}"
+        for name, count in found.items()
+        if count.around > CEILINGS.get(name, 0)
+    ]
+    if classes > CLASSES_MAX:
+        wrong.append(f"{classes} helper classes in tests, at most {CLASSES_MAX}")
+    return wrong
