@@ -23,15 +23,15 @@ import msgspec
 import pytest
 
 import kvwire
-from packages.vllm.tests.programs.answers.requests import (
+from packages.vllm.tests.support.models import make_model, write_byte_tokenizer
+from packages.vllm.tests.support.pairs import Pair, running
+from packages.vllm.tests.support.relay import BLOCK_TOKENS, Relay
+from packages.vllm.tests.support.requests import (
     Likeness,
     apart,
     draw,
     likeness,
 )
-from packages.vllm.tests.support.models import make_model, write_byte_tokenizer
-from packages.vllm.tests.support.pairs import Pair, running
-from packages.vllm.tests.support.relay import BLOCK_TOKENS, Relay
 from packages.vllm.tests.support.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,

@@ -1,21 +1,25 @@
 """A store is what its model says, whatever fails and wherever it is killed.
 
-More rounds: ``python -m packages.store.tests.model --rounds 1000 --seed 1``.
+More rounds: ``pytest --soak 1000 --hypothesis-seed 1 packages/store/tests/model``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from packages.store.tests.model.faults import ERRORS, POINTS, Plan, copied
 from packages.store.tests.model.kinds import Block
 from packages.store.tests.model.life import Life, Room, Shadow
-from packages.store.tests.model.rounds import EVENTS, ROOMS, Round
+from packages.store.tests.model.rounds import ROOMS, Round
+from tests.support.depth import examples
 
 # The tier works on threads, and waits for nothing that is a loop's own.
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -47,12 +51,13 @@ async def test_slabs_with_as_many_slots_as_there_may_be(
     assert this.counts["puts"]
 
 
-@one_loop
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 140))
-async def test_more_rounds(tmp_path: Path, seed: int) -> None:
-    this = Round(seed, tmp_path, events=EVENTS)
-    await this.run()
+@settings(max_examples=examples(40), phases=[Phase.generate])
+@given(seed=st.integers(0, 2**32))
+def test_more_rounds(seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        this = Round(seed, Path(folder))
+        asyncio.run(this.run())
     assert this.counts["restarts"]
 
 

@@ -18,7 +18,6 @@ from kvwire_vllm.references import UNSIGNED, References
 from packages.vllm.tests.support.serving import (
     Engine,
     Process,
-    Starter,
     engine,
     prompt,
     tokens_of,
@@ -83,27 +82,21 @@ class Pair:
 
 
 @contextmanager
-def running(*engines: Process, starter: Starter | None = None) -> Iterator[None]:
-    """Processes that serve; those of vLLM may be started in another way.
+def running(*engines: Process) -> Iterator[None]:
+    """Processes that serve, until the end of the block.
 
     A SIGTERM ends them and the program, so that a run under ``timeout`` leaves none.
     """
     with _ended_together(engines):
-        yield from _serving(engines, starter)
-
-
-def _serving(engines: Sequence[Process], starter: Starter | None) -> Iterator[None]:
-    try:
-        for one in engines:
-            if starter is not None and isinstance(one, Engine):
-                one.starter = starter
-            one.start()
-        for one in engines:
-            one.wait()
-        yield
-    finally:
-        for one in engines:
-            one.kill()
+        try:
+            for one in engines:
+                one.start()
+            for one in engines:
+                one.wait()
+            yield
+        finally:
+            for one in engines:
+                one.kill()
 
 
 @contextmanager

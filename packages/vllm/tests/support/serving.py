@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -54,13 +54,8 @@ class Process:
     url: str  # where it serves
     environment: dict[str, str] = field(default_factory=dict)  # beside our own
     running: Started | None = None
-    # Starts it in another way than as a command.
-    starter: Starter | None = None
 
     def start(self) -> None:
-        if self.starter is not None:
-            self.running = self.starter(self)
-            return
         with self.log.open("ab") as log:
             self.running = subprocess.Popen(
                 self.command,
@@ -122,9 +117,6 @@ class Process:
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
-
-
-Starter = Callable[[Process], Started]
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from packages.vllm.tests.programs.answers.requests import (
+from packages.vllm.tests.support.requests import (
     Likeness,
     apart,
     draw,

@@ -1,1 +1,0 @@
-"""Answers through the proxy and of one engine alone, compared byte by byte."""
