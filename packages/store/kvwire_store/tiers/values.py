@@ -166,20 +166,23 @@ class KeyValueTier(ValueIO, CodedTier):
             orders, asked = memory.look_up(keys)
             before = memory.versions(keys[asked])
         heads = await self.heads(keys[asked]) if asked.size else []
-        named = zip(asked.tolist(), keys[asked].tolist(), heads, strict=True)
-        for number, (at, key, head) in enumerate(named):
+        names = keys[asked].tolist()
+        # An answer from before a put or delete is outdated after it.
+        same = [False] * asked.size
+        if memory is not None:
+            same = memory.unchanged(names, before)
+        for at, key, head, unchanged in zip(
+            asked.tolist(), names, heads, same, strict=True
+        ):
             if isinstance(head, BlockResult):
                 order = UNKNOWN if head is BlockResult.LANDED else ABSENT
             else:
                 order = _order(key, head)
             if memory is not None:
-                # An answer from before a put or delete is outdated after it.
-                unchanged = memory.version(key) == before[number]
-                if unchanged and order == ABSENT and head is not BlockResult.FAILED:
-                    memory.lacks(key, STORE_OBJECT_ABSENT_S)
-                elif unchanged and order != ABSENT:
+                if not unchanged:
+                    order = memory.known(key, order)
+                elif head is not BlockResult.FAILED:
                     memory.note(key, order)
-                order = memory.present.get(key, ABSENT)
             orders[at] = order
         return orders
 
@@ -261,12 +264,15 @@ class KeyValueTier(ValueIO, CodedTier):
             if (damaged := batch.keys[results == DAMAGED]).size:
                 await self.remove(damaged)
             return results
-        columns = batch.keys.tolist(), results.tolist(), before
-        for key, result, version in zip(*columns, strict=True):
-            if result in (MISSING, DAMAGED) and memory.version(key) == version:
+        keys = batch.keys.tolist()
+        columns = keys, results.tolist(), memory.unchanged(keys, before)
+        for key, result, unchanged in zip(*columns, strict=True):
+            if result in (MISSING, DAMAGED) and unchanged:
                 # A damaged value stays damaged until a put replaces it.
                 until_put = math.inf if result == DAMAGED else STORE_OBJECT_ABSENT_S
                 memory.lacks(key, until_put)
+            elif result in (MISSING, DAMAGED):
+                memory.lacks(key, 0.0)  # so that it is looked up
         return results
 
     async def _bring_back(self) -> None:
@@ -344,11 +350,21 @@ class _Memory:
 
     def versions(self, keys: Keys) -> list[int]:
         """Return the version of each block; any change of a block changes it."""
-        return list(map(self.version, keys.tolist()))
+        return list(map(self._version, keys.tolist()))
 
-    def version(self, key: Key) -> int:
-        """Return the version of one block."""
-        return self._versions[hash(key) % self._VERSIONS]
+    def unchanged(self, keys: list[Key], before: list[int]) -> list[bool]:
+        """Return which blocks have their versions of before: other ones may differ too.
+
+        Ask before the first answer of a call is noted, which is a change as well.
+        """
+        pairs = zip(keys, before, strict=True)
+        return [self._version(key) == version for key, version in pairs]
+
+    def known(self, key: Key, otherwise: int) -> int:
+        """Return the order of a block as far as it is known, or another one."""
+        if self._absent.get(key, 0.0) > asyncio.get_running_loop().time():
+            return ABSENT
+        return self.present.get(key, otherwise)
 
     def note(self, key: Key, order: int) -> None:
         """Cache the order of a block, or ``ABSENT``."""
@@ -376,6 +392,9 @@ class _Memory:
         self._contested.update(k for k in self._changing if k.startswith(digest))
         for key in [key for key in self.present if key.startswith(digest)]:
             self.lacks(key, 0.0)
+
+    def _version(self, key: Key) -> int:
+        return self._versions[hash(key) % self._VERSIONS]
 
     def _changed(self, key: Key) -> None:
         self._versions[hash(key) % self._VERSIONS] += 1

@@ -101,6 +101,16 @@ async def test_a_block_that_went_and_returned_meanwhile_is_not_absent() -> None:
     await tier.close()
 
 
+async def test_every_block_of_a_large_find_is_found() -> None:
+    """What one answer changes in the memory outdates no other answer of the call."""
+    service = Played()
+    keys = as_keys([NAMESPACE.digest + at.to_bytes(16, "big") for at in range(4097)])
+    await (await service.open()).write(NAMESPACE, batch(keys))
+    tier = await service.open(Remembering)
+    assert (await tier.find(keys) == 1).all()
+    await tier.close()
+
+
 async def test_a_value_that_is_no_block_is_damaged_and_goes() -> None:
     service = Played()
     tier = await service.open()
