@@ -149,7 +149,7 @@ demo: $(DEMO_STAMP)
 TORCH_TESTS := packages/engines/tests/test_transformers.py \
   packages/vllm/tests/test_connector.py tests/examples/demo \
   tests/kv/test_paged.py tests/kv/test_tensors.py \
-  tests/memory/test_buffers.py tests/gpu/test_all.py
+  tests/memory/test_buffers.py tests/gpu/test_model.py
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/python -m pytest -m 'not matrix' $(TORCH_TESTS) $(ARGS)
 

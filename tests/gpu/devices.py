@@ -16,6 +16,14 @@ from kvwire.memory.device.registry import device_ops
 from kvwire.types import Device, MemoryKind
 
 LIBRARIES = ("torch", "cupy")
+# Of what a test between two processes is run with: a device of the tests, or a GPU.
+KINDS = ("simulated", pytest.param("gpu", marks=pytest.mark.gpu))
+
+
+def need_gpu(kind: str) -> None:
+    """Skip a test that needs a GPU where there is none."""
+    if kind == "gpu":
+        Gpu("torch")
 
 
 def pieces(array: object, indices: npt.ArrayLike, nbytes: int) -> Fragments:

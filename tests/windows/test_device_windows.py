@@ -27,7 +27,6 @@ from kvwire_local.device_blocks import (
     shared_allocations,
 )
 from tests.support.pairs import Pair, connected, turns, until
-from tests.support.runs import python
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 
 LAYERS, BLOCKS = 4, 40
@@ -349,23 +348,6 @@ async def test_a_lane_that_ends_ends_its_window(
         await remote.close()
         await window.close()
         await until(lambda: not device.opened)
-
-
-def test_two_processes() -> None:
-    """The script for a GPU; the simulated device takes its place."""
-    done = python(
-        "-m", "tests.gpu.windows", "--simulated", "--seconds", "1", check=True
-    )
-    assert "0 wrong" in done.stdout
-    assert "withdrawn: 2 blocks missing, the others right" in done.stdout
-    assert "the device of the reader still works" in done.stdout
-
-
-def test_without_the_look_at_generations_torn_blocks_are_found() -> None:
-    """Else the script would prove nothing."""
-    done = python("-m", "tests.gpu.windows", "--simulated", "--planted")
-    assert done.returncode
-    assert "a block has landed that is torn or stale" in done.stderr
 
 
 # --- records --------------------------------------------------------------------------

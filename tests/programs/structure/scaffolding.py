@@ -19,7 +19,7 @@ CEILINGS: Final[dict[str, int]] = {
     "packages/certify/tests": 900,
     "packages/engines/tests": 1150,
     "packages/store/tests": 5900,
-    "packages/vllm/tests": 11800,
+    "packages/vllm/tests": 11750,
     "tests": 1550,
     "tests/backend": 450,
     "tests/backends": 5900,
@@ -30,7 +30,7 @@ CEILINGS: Final[dict[str, int]] = {
     "tests/engine": 400,
     "tests/examples": 500,
     "tests/fault": 3250,
-    "tests/gpu": 1950,
+    "tests/gpu": 1450,
     "tests/kv": 2050,
     "tests/memory": 1050,
     "tests/migration": 250,
@@ -49,7 +49,7 @@ CEILINGS: Final[dict[str, int]] = {
     "tests/windows": 350,
     "tests/wire": 500,
 }
-CLASSES_MAX: Final = 555
+CLASSES_MAX: Final = 552
 
 
 @dataclass(slots=True)
