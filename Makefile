@@ -145,8 +145,9 @@ wheels: $(STAMP)-release
 demo: $(DEMO_STAMP)
 	@$(DEMO_VENV)/bin/python examples/demo $(ARGS)
 
-# The tests that need torch and transformers.
+# The tests that need torch and transformers, and MLX on CPUs.
 TORCH_TESTS := packages/engines/tests/test_transformers.py \
+  packages/engines/tests/test_caches.py \
   packages/vllm/tests/test_connector.py tests/examples/demo \
   tests/kv/test_paged.py tests/kv/test_tensors.py \
   tests/memory/test_buffers.py tests/gpu/test_model.py
@@ -250,7 +251,7 @@ $(RAY_VENV)/.installed: pyproject.toml
 	@$(INSTALL) $@ -e '.[ray]' $(INSTALLED_PACKAGES) -e 'packages/engines[ray]' --group test 'ray[serve]' tensordict $(TORCH)
 
 $(TORCH_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) -e 'packages/engines[transformers]' --group test $(TORCH)
+	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) -e 'packages/engines[transformers,mlx]' --group test $(TORCH)
 
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml

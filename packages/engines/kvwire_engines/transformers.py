@@ -34,14 +34,30 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.extras import install_command, needed_by
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec, dtype_name
+from kvwire_engines.caches import Caches, Rows, Shape, same_shapes
 
 with needed_by(
     "kvwire_engines.transformers", extra="transformers", distribution="kvwire-engines"
 ):
     import torch
     from transformers import PretrainedConfig, __version__
-    from transformers.cache_utils import Cache, CacheLayerMixin
+    from transformers.cache_utils import (
+        Cache,
+        CacheLayerMixin,
+        DynamicCache,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        StaticLayer,
+        StaticSlidingWindowLayer,
+    )
 
+# The layers whose keys and values lie in one tensor each, in the order of tokens.
+_PLAIN: Final = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 # Older ones ignore `cache=`, and a model computes without the KV, silently.
 _TRANSFORMERS_MIN: Final = (5, 24)
 OnWritten: TypeAlias = Callable[[int, int, int], None]
@@ -272,3 +288,97 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
                 f"hold {self.get_max_length()}; allocate all the blocks that it will "
                 "need"
             )
+
+
+class TransformersCaches(Caches):
+    """Keeps and moves the KV of a model of transformers.
+
+    ``put`` and ``publish`` take a ``DynamicCache`` or ``StaticCache`` of one sequence,
+    also of a model with windows while the cache has all tokens. ``get`` and ``pull``
+    fill any cache that the model can use, quantised ones as a prefill of the same
+    tokens would.
+    """
+
+    engine = "transformers"
+
+    def _config(self, model: Any) -> Any:
+        return model.config.get_text_config(decoder=True)
+
+    def _measure(self, model: Any) -> Shape:
+        check_version(__version__)
+        cache = DynamicCache()
+        with torch.inference_mode():
+            model(
+                torch.zeros((1, 1), dtype=torch.int64, device=model.device), cache=cache
+            )
+        for layer in cache.layers:
+            _check_plain(layer)
+        found = [
+            (one.shape[1], one.shape[3], one.dtype)
+            for layer in cache.layers
+            for one in (layer.keys, layer.values)
+        ]
+        heads, width, dtype = same_shapes(found, type(model).__name__)
+        self._device = model.device
+        return Shape(len(cache.layers), heads, width, dtype_name(dtype))
+
+    def _length(self, cache: Any) -> int:
+        lengths = {_length(layer) for layer in cache.layers}
+        if len(lengths) != 1:
+            raise UsageError(
+                f"transformers: the layers of this cache hold {sorted(lengths)} "
+                "tokens; pass one that a model has filled"
+            )
+        return lengths.pop()
+
+    def _form(self, cache: Any) -> Shape:
+        if int(cache.get_seq_length()):
+            raise UsageError("transformers: the cache is not empty; pass a new one")
+        return self._shape
+
+    def _form_of(self, cache: Any) -> Shape:
+        return self._shape
+
+    def _read(self, cache: Any, tokens: int) -> list[tuple[Any, Any]]:
+        return [
+            (layer.keys.detach()[0, :, :tokens], layer.values.detach()[0, :, :tokens])
+            for layer in cache.layers
+        ]
+
+    def _write(self, cache: Any, rows: list[tuple[Rows, Rows]]) -> None:
+        dtype = getattr(torch, self._shape.dtype)
+        with torch.inference_mode(False), torch.no_grad():
+            for index, pair in enumerate(rows):
+                keys, values = (
+                    torch.from_numpy(one).view(dtype)[None].to(self._device)
+                    for one in pair
+                )
+                cache.update(keys, values, index)
+
+
+def _length(layer: Any) -> int:
+    """Return the tokens of a layer; refuse several sequences and a passed window."""
+    _check_plain(layer)
+    if not layer.is_initialized:
+        return 0
+    length = int(layer.get_seq_length())
+    rows, _, tokens, _ = layer.keys.shape
+    if rows != 1:
+        raise UsageError(
+            f"transformers: a cache of {rows} sequences; pass one for each"
+        )
+    if length > tokens:
+        raise UsageError(
+            f"transformers: a {type(layer).__name__} has seen {length} tokens and "
+            f"keeps the last {tokens}; put it before, or use a DynamicCache() without "
+            "config, which keeps all"
+        )
+    return length
+
+
+def _check_plain(layer: Any) -> None:
+    if type(layer) not in _PLAIN:
+        raise UsageError(
+            f"transformers: a {type(layer).__name__} cannot be read as keys and values "
+            f"of tokens: {', '.join(one.__name__ for one in _PLAIN)} can"
+        )

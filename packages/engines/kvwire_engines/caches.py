@@ -1,0 +1,351 @@
+"""The KV of one model's sequences, kept in a store or moved: one call each.
+
+A program makes an empty cache of its engine, and fills it with what is stored of the
+prompt's beginning. The engine computes the rest::
+
+    kept = TransformersCaches(store, model, weights=weights_name(folder))
+    cache = DynamicCache(config=model.config)
+    known = await kept.get(prompt, cache)
+    output = model.generate(torch.tensor([prompt]), cache=cache)
+    await kept.put(output[0], cache)
+
+KV is stored in blocks under the hashes of their tokens, so prompts with a common
+beginning share its blocks. The tokens after the last full block are computed again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire import Communicator, Connection, KVSpec, Outcome, PagedCache
+from kvwire.aio import run_to_completion
+from kvwire.errors import UsageError
+from kvwire.kv.hashing import HashScheme
+from kvwire.kv.layout import AxisOrder
+from kvwire.kv.spec import dtype_name
+from kvwire_engines.conventions import require_pair
+from kvwire_store import BlockStore
+
+Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Any
+"""Ids of one sequence's tokens: a list, or an array or tensor of 1 or 1 x n."""
+Rows: TypeAlias = npt.NDArray[Any]
+"""Keys or values of one layer: (kv heads, tokens, elements)."""
+
+_AXES: Final = AxisOrder("head block token dim")
+
+
+class Shape(NamedTuple):
+    """What a model keeps of each token.
+
+    Attributes:
+        layers: The number of layers.
+        kv_heads: KV heads of each layer.
+        width: Elements for a head of one token; keys and values have as many.
+        dtype: The type of the elements.
+        form: "" for keys and values as they were computed, otherwise the name of the
+            form that they were quantised to.
+    """
+
+    layers: int
+    kv_heads: int
+    width: int
+    dtype: str
+    form: str = ""
+
+
+class Caches(ABC):
+    """Keeps and moves the KV of one model; subclasses know one engine's caches.
+
+    Args:
+        store: The store, of the event loop that calls the methods.
+        model: The engine's model. A forward pass over one token shows the shape of its
+            KV.
+        weights: A name for the weights and adapters, from
+            :func:`kvwire_store.weights.weights_name`; KV of other weights is not found.
+        block_tokens: Tokens per block.
+        tenant: The tenant that owns the blocks.
+        others: Other engines whose KV is taken too; see
+            :mod:`kvwire_engines.conventions`.
+
+    Raises:
+        UsageError: The model's layers differ in shape or keep something else than keys
+            and values, or KV of another engine cannot be used here.
+    """
+
+    engine: ClassVar[str]
+    """The engine's name in :mod:`kvwire_engines.conventions`."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        model: Any,
+        *,
+        weights: str,
+        block_tokens: int = 16,
+        tenant: str = "",
+        others: Sequence[str] = (),
+    ) -> None:
+        if not weights:
+            raise UsageError(
+                f"{type(self).__name__}: weights is empty: pass "
+                "kvwire_store.weights.weights_name(folder), or a text that names the "
+                "weights, the same in all processes that share KV"
+            )
+        for other in others:
+            require_pair(other, self.engine, self._config(model))
+        self._store = store
+        self._weights = weights
+        self._tenant = tenant
+        self._scheme = HashScheme(block_tokens)
+        self._sources = (self.engine, *others)
+        self._shape = self._measure(model)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._weights}; {self._shape}>"
+
+    async def put(self, tokens: Tokens, cache: Any) -> int:
+        """Store a cache's KV in full blocks; return the number of tokens stored.
+
+        Args:
+            tokens: The tokens of the sequence. Those after the cache's last token may
+                be left out or not: the last generated token has no KV yet.
+            cache: The engine's cache, of one sequence.
+
+        Raises:
+            UsageError: The cache holds more tokens than `tokens`, several sequences,
+                or only the last tokens of a window.
+            ClosedOK: The store is closed.
+
+        Cancel safety: the put is finished first, so the cache may be used afterwards.
+        """
+        ids = _token_ids(tokens)
+        length = self._length(cache)
+        if length > ids.size:
+            raise UsageError(
+                f"{type(self).__name__}.put: the cache holds {length} tokens, but "
+                f"tokens has {ids.size}; pass all tokens that the model has seen"
+            )
+        hashes = self._scheme.block_hashes(ids[:length])
+        if not hashes:
+            return 0
+        paged = self._paged(cache, len(hashes))
+
+        async def stored() -> int:
+            put = self._store.put(
+                hashes, paged, range(len(hashes)), tenant=self._tenant
+            )
+            outcome = await put
+            await put.drained()
+            return outcome.usable_tokens
+
+        return await run_to_completion(stored())
+
+    async def get(self, tokens: Tokens, cache: Any) -> int:
+        """Fill an empty cache with the longest stored beginning of a prompt.
+
+        Args:
+            tokens: The prompt. At least its last token is left to the model.
+            cache: An empty cache of the engine.
+
+        Returns:
+            The number of leading tokens whose KV the cache holds now.
+
+        Raises:
+            UsageError: The cache is not empty, or of a type that is not supported.
+            ClosedOK: The store is closed.
+
+        Cancel safety: the cache is filled at once at the end, or not at all.
+        """
+        form = self._form(cache)
+        hashes = self._scheme.block_hashes(_token_ids(tokens)[:-1])
+        found = 0
+        source = self.engine
+        for name in self._sources:
+            probe = self._landing(form, name, 1)[0]
+            blocks = await self._store.match(hashes, probe, tenant=self._tenant)
+            if blocks > found:
+                found = blocks
+                source = name
+        if not found:
+            return 0
+        paged, rows = self._landing(form, source, found)
+        outcome = await self._store.get(
+            hashes[:found], paged, range(found), tenant=self._tenant
+        )
+        self._fill(cache, rows, outcome.usable_tokens)
+        return outcome.usable_tokens
+
+    def publish(
+        self, communicator: Communicator, id: str, tokens: Tokens, cache: Any
+    ) -> Any:
+        """Offer a prompt's KV in full blocks to the process that pulls it.
+
+        Args:
+            communicator: The communicator that offers it.
+            id: The name of the transfer.
+            tokens: The prompt, the same on both sides.
+            cache: The cache; its first tokens are the prompt's.
+
+        Returns:
+            The transfer, as :meth:`kvwire.Communicator.publish` returns it. Leave the
+            cache alone until it has drained.
+
+        Raises:
+            UsageError: As for :meth:`put`; or the prompt has no full block, or the
+                cache holds fewer tokens.
+        """
+        blocks = self._full_blocks(tokens)
+        if self._length(cache) < blocks * self._scheme.block_tokens:
+            raise UsageError(
+                f"{type(self).__name__}.publish: the cache holds "
+                f"{self._length(cache)} tokens of {_token_ids(tokens).size}; compute "
+                "the prompt first"
+            )
+        out = communicator.publish(id, self._paged(cache, blocks), range(blocks))
+        out.ready()
+        out.finish()
+        return out
+
+    async def pull(
+        self, connection: Connection, id: str, tokens: Tokens, cache: Any
+    ) -> Outcome:
+        """Fill an empty cache with KV that another process has published.
+
+        Args:
+            connection: The connection to that process.
+            id: The name of the transfer.
+            tokens: The prompt, the same on both sides.
+            cache: An empty cache of the engine.
+
+        Returns:
+            The outcome: the cache holds ``usable_tokens`` tokens now. If the other
+            process has other weights, another engine or another form of KV, these are
+            0, and ``missing.reasons`` name the difference.
+
+        Raises:
+            UsageError: As for :meth:`get`; or the prompt has no full block.
+            ClosedOK: The connection is closed.
+
+        Cancel safety: the cache is filled at once at the end, or not at all.
+        """
+        blocks = self._full_blocks(tokens)
+        paged, rows = self._landing(self._form(cache), self.engine, blocks)
+        outcome = await connection.pull(id, paged, range(blocks))
+        self._fill(cache, rows, outcome.usable_tokens)
+        return outcome
+
+    # --- of each engine ---------------------------------------------------------------
+
+    @abstractmethod
+    def _config(self, model: Any) -> Any:
+        """Return the model's config, with the fields of its config.json."""
+
+    @abstractmethod
+    def _measure(self, model: Any) -> Shape:
+        """Return the shape of the model's KV, from a pass over one token."""
+
+    @abstractmethod
+    def _length(self, cache: Any) -> int:
+        """Return how many tokens a cache holds; refuse what lacks leading tokens."""
+
+    @abstractmethod
+    def _form(self, cache: Any) -> Shape:
+        """Return the shape of what an empty cache is filled with."""
+
+    @abstractmethod
+    def _form_of(self, cache: Any) -> Shape:
+        """Return the shape of what a cache with tokens holds."""
+
+    @abstractmethod
+    def _read(self, cache: Any, tokens: int) -> list[tuple[Any, Any]]:
+        """Return views of the first tokens' keys and values, as :data:`Rows`."""
+
+    @abstractmethod
+    def _write(self, cache: Any, rows: list[tuple[Rows, Rows]]) -> None:
+        """Fill an empty cache with the first tokens' rows."""
+
+    # --- inside -----------------------------------------------------------------------
+
+    def _full_blocks(self, tokens: Tokens) -> int:
+        size = _token_ids(tokens).size
+        blocks = max(0, size - 1) // self._scheme.block_tokens
+        if not blocks:
+            raise UsageError(
+                f"{type(self).__name__}: a prompt of {size} tokens has no full block "
+                f"of {self._scheme.block_tokens} before its last token; compute it"
+            )
+        return blocks
+
+    def _spec(self, shape: Shape, source: str) -> KVSpec:
+        named = f"{self._weights} {source} {shape.form}".rstrip()
+        return KVSpec(
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.width,
+            block_tokens=self._scheme.block_tokens,
+            dtype=dtype_name(shape.dtype),
+            fingerprint=named,
+        )
+
+    def _paged(self, cache: Any, blocks: int) -> PagedCache:
+        """View a cache's first tokens as blocks."""
+        size = self._scheme.block_tokens
+        pairs = [
+            tuple(one.reshape(one.shape[0], blocks, size, one.shape[2]) for one in pair)
+            for pair in self._read(cache, blocks * size)
+        ]
+        return PagedCache(self._spec(self._form_of(cache), self.engine), pairs, _AXES)
+
+    def _landing(
+        self, shape: Shape, source: str, blocks: int
+    ) -> tuple[PagedCache, list[tuple[Rows, Rows]]]:
+        """Return memory for blocks, and the same memory as rows."""
+        size = self._scheme.block_tokens
+        memory = np.empty(
+            (shape.layers, 2, shape.kv_heads, blocks, size, shape.width),
+            raw_dtype(shape.dtype),
+        )
+        paged = PagedCache(
+            self._spec(shape, source), [tuple(layer) for layer in memory], _AXES
+        )
+        rows = memory.reshape(*memory.shape[:3], blocks * size, shape.width)
+        return paged, [(layer[0], layer[1]) for layer in rows]
+
+    def _fill(self, cache: Any, rows: list[tuple[Rows, Rows]], tokens: int) -> None:
+        if tokens:
+            self._write(cache, [(k[:, :tokens], v[:, :tokens]) for k, v in rows])
+
+
+def raw_dtype(name: str) -> npt.DTypeLike:
+    """Return NumPy's type for elements; uint16 for bfloat16, which it lacks."""
+    return np.dtype(np.uint16 if name == "bfloat16" else name)
+
+
+def same_shapes(found: Sequence[tuple[Any, ...]], what: str) -> tuple[Any, ...]:
+    """Return the one shape that all layers have.
+
+    Raises:
+        UsageError: They differ, or keys and values do.
+    """
+    if len(set(found)) != 1:
+        raise UsageError(
+            f"{what}: its layers keep keys and values of {len(set(found))} different "
+            "shapes; use kvwire.PagedCache.grouped on tensors of your own"
+        )
+    return found[0]
+
+
+def _token_ids(tokens: Tokens) -> npt.NDArray[np.int64]:
+    ids = np.asarray(tokens)
+    if ids.ndim == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.ndim != 1:
+        raise UsageError(
+            f"tokens has shape {ids.shape}; pass those of one sequence, once for each"
+        )
+    return ids.astype(np.int64)

@@ -1,0 +1,309 @@
+"""A cache of transformers or MLX is kept, moved and continued in one call each.
+
+Needs torch, transformers and mlx_lm; `make test-torch` installs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+_WHY: Final = "not installed here; `make test-torch` installs it"
+torch = pytest.importorskip("torch", reason=f"torch: {_WHY}")
+transformers = pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
+mx = pytest.importorskip("mlx.core", reason=f"mlx: {_WHY}")
+pytest.importorskip("mlx_lm", reason=f"mlx_lm: {_WHY}")
+
+from mlx_lm.models.cache import (  # noqa: E402
+    ArraysCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+from mlx_lm.utils import load_model  # noqa: E402
+
+import kvwire  # noqa: E402
+from kvwire.errors import UsageError  # noqa: E402
+from kvwire_engines.caches import Caches  # noqa: E402
+from kvwire_engines.mlx import MlxCaches  # noqa: E402
+from kvwire_engines.transformers import TransformersCaches  # noqa: E402
+from kvwire_store import BlockStore  # noqa: E402
+from kvwire_store.weights import weights_name  # noqa: E402
+
+LAYERS: Final = 3
+VOCABULARY: Final = 96
+PROMPT: Final = [number * 37 % VOCABULARY for number in range(53)]
+
+
+class Engine:
+    """One engine's model, and what the tests ask of both."""
+
+    kept: type[Caches]
+    model: Any
+
+    def cache(self, kind: str = "plain") -> Any:
+        raise NotImplementedError
+
+    def logits(self, tokens: list[int], cache: Any) -> Any:
+        """Compute tokens behind a cache; return the last one's logits."""
+        raise NotImplementedError
+
+    def answer(
+        self, tokens: list[int], cache: Any, known: int, count: int
+    ) -> list[int]:
+        """Return greedy tokens; a cache with `known` tokens gets the rest."""
+        answer: list[int] = []
+        fresh = tokens[known:]
+        for _ in range(count):
+            answer.append(int(self.logits(fresh, cache).argmax()))
+            fresh = answer[-1:]
+        return answer
+
+
+class Transformers(Engine):
+    kept = TransformersCaches
+
+    def __init__(self, folder: Path) -> None:
+        torch.set_num_threads(1)
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def cache(self, kind: str = "plain") -> Any:
+        config = self.model.config
+        if kind == "static":
+            return transformers.StaticCache(config=config, max_cache_len=160)
+        if kind == "fp8":
+            return transformers.QuantizedCache("fp8", config)
+        return transformers.DynamicCache(config=config)
+
+    @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not typed
+    def logits(self, tokens: list[int], cache: Any) -> Any:
+        return self.model(torch.tensor([tokens]), cache=cache).logits[0, -1]
+
+
+class Mlx(Engine):
+    kept = MlxCaches
+
+    def __init__(self, folder: Path) -> None:
+        self.model = load_model(folder)[0]
+
+    def cache(self, kind: str = "plain") -> Any:
+        if kind == "quantised":
+            return [QuantizedKVCache(group_size=32, bits=8) for _ in range(LAYERS)]
+        if kind == "rotating":
+            return [RotatingKVCache(max_size=64) for _ in range(LAYERS)]
+        return make_prompt_cache(self.model)
+
+    def logits(self, tokens: list[int], cache: Any) -> Any:
+        return self.model(mx.array([tokens]), cache=cache)[0, -1]
+
+
+ENGINES: Final = {"transformers": Transformers, "mlx": Mlx}
+every_engine = pytest.mark.parametrize("engine", list(ENGINES))
+
+
+def saved(folder: Path, **fields: Any) -> Path:
+    """Save a Llama whose random weights make each token depend on all of the KV."""
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+        **fields,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def engine_of(folder: Path) -> Callable[[str], Engine]:
+    """Each engine with the model's weights, loaded once."""
+    loaded: dict[str, Engine] = {}
+
+    def engine(name: str) -> Engine:
+        if name not in loaded:
+            loaded[name] = ENGINES[name](folder)
+        return loaded[name]
+
+    return engine
+
+
+async def moved(engine: Engine, source: Any, target: Any, length: int = 53) -> int:
+    """Put one cache of a prompt, and get it into another."""
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        kept = engine.kept(store, engine.model, weights="w")
+        await kept.put(PROMPT[:length], source)
+        return await kept.get(PROMPT[:length], target)
+
+
+@every_engine
+async def test_a_prompt_goes_on_in_another_cache(
+    engine_of: Callable[[str], Engine], folder: Path, engine: str
+) -> None:
+    """Three full blocks of its 53 tokens are known; the answer stays the same."""
+    here = engine_of(engine)
+    first = here.cache()
+    expected = here.answer(PROMPT, first, 0, 24)
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        kept = here.kept(store, here.model, weights=weights_name(str(folder)))
+        assert await kept.get(PROMPT, here.cache()) == 0
+        # The last token of the answer was never computed.
+        assert await kept.put([*PROMPT, *expected], first) == 64
+        second = here.cache()
+        assert await kept.get(PROMPT, second) == 48
+        assert here.answer(PROMPT, second, 48, 24) == expected
+        # Another prompt with the same first 20 tokens shares one block.
+        other = [*PROMPT[:20], *reversed(PROMPT)]
+        third = here.cache()
+        assert await kept.get(other, third) == 16
+        found = here.answer(other, third, 16, 24)
+        assert found == here.answer(other, here.cache(), 0, 24)
+        renamed = here.kept(store, here.model, weights="others")
+        assert await renamed.get(PROMPT, here.cache()) == 0
+
+
+@every_engine
+async def test_what_is_restored_decides_the_tokens(
+    engine_of: Callable[[str], Engine], engine: str
+) -> None:
+    """With another prompt's KV the answer is another: equal answers mean equal KV."""
+    here = engine_of(engine)
+    expected = here.answer(PROMPT, here.cache(), 0, 24)
+    wrong = here.cache()
+    here.logits(PROMPT[1:49], wrong)
+    assert here.answer(PROMPT, wrong, 48, 24) != expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "source", "target"),
+    [
+        ("transformers", "static", "plain"),
+        ("transformers", "plain", "static"),
+        ("mlx", "quantised", "quantised"),
+        ("mlx", "rotating", "plain"),
+        ("mlx", "plain", "rotating"),
+    ],
+)
+async def test_between_kinds_of_caches(
+    *, engine_of: Callable[[str], Engine], engine: str, source: str, target: str
+) -> None:
+    here = engine_of(engine)
+    first = here.cache(source)
+    expected = here.answer(PROMPT, first, 0, 1)
+    second = here.cache(target)
+    assert await moved(here, first, second) == 48
+    assert here.answer(PROMPT, second, 48, 1) == expected
+
+
+async def test_a_quantised_cache_is_filled_as_by_a_prefill(
+    engine_of: Callable[[str], Engine],
+) -> None:
+    """Its numbers depend on what is computed in one pass, which a store cannot know."""
+    here = engine_of("transformers")
+    first, second, prefilled = here.cache(), here.cache("fp8"), here.cache("fp8")
+    here.logits(PROMPT[:48], prefilled)
+    here.logits(PROMPT, first)
+    assert await moved(here, first, second) == 48
+    assert here.answer(PROMPT, second, 48, 24) == here.answer(PROMPT, prefilled, 48, 24)
+
+
+@every_engine
+async def test_a_prompt_moves_to_another_process(
+    engine_of: Callable[[str], Engine], engine: str
+) -> None:
+    here = engine_of(engine)
+    first, second = here.cache(), here.cache()
+    expected = here.answer(PROMPT, first, 0, 24)
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        kvwire.open() as prefill,
+        kvwire.open() as decode,
+    ):
+        kept = here.kept(store, here.model, weights="w")
+        connection = await decode.connect(await prefill.listen("127.0.0.1:0"))
+        out = kept.publish(prefill, "r", PROMPT, first)
+        outcome = await kept.pull(connection, "r", PROMPT, second)
+        assert outcome.usable_tokens == 48
+        await out.drained()
+        assert here.answer(PROMPT, second, 48, 24) == expected
+        other = here.kept(store, here.model, weights="others")
+        out = kept.publish(prefill, "s", PROMPT, first)
+        refused = await other.pull(connection, "s", PROMPT, here.cache())
+        assert refused.usable_tokens == 0
+        assert "fingerprint" in str(refused.missing.reasons)
+        out.abort()
+        await out.drained()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda here: here.cache("fp8"), "Fp8QuantizedLayer cannot be read"),
+        (lambda here: transformers.DynamicCache(), "tokens has 3"),
+    ],
+)
+async def test_transformers_refuses(
+    engine_of: Callable[[str], Engine], make: Any, said: str
+) -> None:
+    here = engine_of("transformers")
+    cache = make(here)
+    here.logits(PROMPT, cache)
+    with pytest.raises(UsageError, match=said):
+        await moved(here, cache, here.cache(), 3)
+    with pytest.raises(UsageError, match="not empty"):
+        await moved(here, here.cache(), cache)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda here: here.cache("rotating"), "has seen 90 and lacks the first"),
+        (lambda here: [ArraysCache(2) for _ in range(LAYERS)], "ArraysCache is not"),
+        (lambda here: [KVCache(), KVCache(), QuantizedKVCache()], "in another way"),
+    ],
+)
+async def test_mlx_refuses(
+    engine_of: Callable[[str], Engine], make: Any, said: str
+) -> None:
+    here = engine_of("mlx")
+    cache = make(here)
+    if isinstance(cache[0], RotatingKVCache):
+        here.answer(PROMPT[:50], cache, 0, 41)
+    with pytest.raises(UsageError, match=said):
+        await moved(here, cache, cache)
+
+
+@pytest.mark.parametrize("source", list(ENGINES))
+async def test_one_engine_prefills_another_decodes(
+    engine_of: Callable[[str], Engine], folder: Path, source: str
+) -> None:
+    """The same weights by the same files; KV differs as between two batch sizes."""
+    (target,) = set(ENGINES) - {source}
+    first, second = engine_of(source), engine_of(target)
+    weights = weights_name(str(folder))
+    cache = first.cache()
+    expected = first.answer(PROMPT, cache, 0, 24)
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        prefill = first.kept(store, first.model, weights=weights)
+        await prefill.put([*PROMPT, *expected], cache)
+        alone = second.kept(store, second.model, weights=weights)
+        assert await alone.get(PROMPT, second.cache()) == 0
+        kept = second.kept(store, second.model, weights=weights, others=[source])
+        there = second.cache()
+        assert await kept.get(PROMPT, there) == 48
+        assert second.answer(PROMPT, there, 48, 24) == expected
