@@ -14,10 +14,8 @@ import aiohttp
 import pytest
 
 from kvwire.limits import MIB
-from kvwire_vllm.proxy import admission as proxy_admission
 from kvwire_vllm.proxy import app as proxy_app
 from kvwire_vllm.proxy import body as proxy_body
-from kvwire_vllm.proxy import server as proxy_server
 from kvwire_vllm.proxy.admission import Admission
 from kvwire_vllm.proxy.app import ProxyApp
 from kvwire_vllm.proxy.limits import (
@@ -198,13 +196,11 @@ MANY = b"".join(b"x-%d: a\r\n" % number for number in range(PROXY_HEADERS_MAX + 
         *("trailers", "a trailer"),
     ],
 )
-async def test_a_head_without_an_end(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes, piece: bytes
-) -> None:
+async def test_a_head_without_an_end(sent: bytes, piece: bytes) -> None:
     """It is refused before much of it has come; what is behind a body when that is."""
-    monkeypatch.setattr(proxy_body, "PROXY_BODY_S", 0.5)
     engines = Engines()
-    async with connecting(engines) as connect:
+    application = app(engines, prefill=(), decode=[D1], body_s=0.5)
+    async with connecting(application) as connect:
         one = await connect()
         one.writer.write(sent)
         answered = asyncio.ensure_future(one.rest())
@@ -277,9 +273,8 @@ async def test_an_offer_is_passed_by(
 # --- how long, and how much -----------------------------------------------------------
 
 
-async def test_a_head_that_comes_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_server, "PROXY_IDLE_S", 0.2)
-    async with connecting(Engines()) as connect:
+async def test_a_head_that_comes_slowly() -> None:
+    async with connecting(Engines(), idle_s=0.2) as connect:
         silent, slow = await connect(), await connect()
         slow.writer.write(generate(LENGTH)[:20])
         assert await silent.is_cut()
@@ -295,14 +290,14 @@ async def test_a_head_that_comes_slowly(monkeypatch: pytest.MonkeyPatch) -> None
     ],
     ids=["a length", "chunks", "a chunk's extension"],
 )
-async def test_a_body_that_comes_slowly(
-    monkeypatch: pytest.MonkeyPatch, sent: bytes
-) -> None:
+async def test_a_body_that_comes_slowly(sent: bytes) -> None:
     """It has so long, and for what has come some more; its place is free then."""
-    monkeypatch.setattr(proxy_body, "PROXY_BODY_S", 0.2)
-    monkeypatch.setattr(proxy_body, "PROXY_BODY_BYTES_PER_S", 10 * len(BODY))
-    admission = Admission(1)
-    application = app(Engines(), admission=admission)
+    application = app(
+        Engines(),
+        admission=Admission(1),
+        body_s=0.2,
+        body_bytes_per_s=10 * len(BODY),
+    )
     async with connecting(application) as connect:
         one = await connect()
         began = asyncio.get_running_loop().time()
@@ -329,12 +324,11 @@ async def test_a_body_counts_before_it_is_read() -> None:
         assert (await slow.ask(BODY))[0] == 200
 
 
-async def test_bodies_of_all_requests_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bodies_of_all_requests_together() -> None:
     """As long as their answers are under way, for they may be sent again."""
-    monkeypatch.setattr(proxy_admission, "PROXY_BODIES_BYTES_MAX", 1000)
     may_answer = asyncio.Event()
     engines = Engines(d1=when(may_answer), d2=when(may_answer))
-    application = app(engines)
+    application = app(engines, admission=Admission(bodies_bytes_max=1000))
     body = {**ASK, "prompt": "a" * 600}
     first = asyncio.ensure_future(post(application, body))
     await turns_until(lambda: len(engines.asked) == 2)
@@ -395,10 +389,8 @@ async def test_a_length_that_is_too_much() -> None:
             assert status == 413
 
 
-async def test_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_takes_nothing() -> None:
     """It is cut, and its turn and its engine are free again."""
-    monkeypatch.setattr(proxy_app, "PROXY_UNREAD_S", 0.2)
-
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def much() -> AsyncIterator[bytes]:
@@ -411,7 +403,7 @@ async def test_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
     engine = says(EVENTS, much)
     engines = Engines(d1=engine, d2=engine)
-    application = app(engines, admission=Admission(1))
+    application = app(engines, admission=Admission(1), unread_s=0.2)
     async with connecting(application) as connect:
         one = await connect()
         one.writer.transport.pause_reading()

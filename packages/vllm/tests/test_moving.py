@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvwire_vllm.proxy import events
+from kvwire.limits import MIB
 from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
 from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.moving import immovable_field
@@ -47,15 +47,11 @@ from tests.support.pairs import turns
 KINDS = pytest.mark.parametrize("kind", [{}, CHAT], ids=["completion", "chat"])
 
 
-async def test_an_event_without_an_end_is_not_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(events, "PROXY_EVENT_BYTES_MAX", 1000)
-
-    endless = says(*[b"x" * 100] * 100)
+async def test_an_event_without_an_end_is_not_kept() -> None:
+    endless = says(*[b"x" * MIB] * 17)
     application, _ = mover(d1=endless, d2=endless)
     read = b"".join([part async for part in streamed(application, max_tokens=COUNT)])
-    assert b"an event has more than 1000 bytes" in read
+    assert b"an event has more than 16777216 bytes" in read
 
 
 @KINDS

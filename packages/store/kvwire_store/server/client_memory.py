@@ -40,18 +40,28 @@ class ClientMemory:
 
     Attributes:
         berth_bytes: Bytes of a berth.
+        held_bytes_max: The most bytes that clients hold together.
         held_bytes: Bytes of open requests, and of answers that clients have not read.
     """
 
-    def __init__(self, berth_bytes: int) -> None:
+    def __init__(
+        self,
+        berth_bytes: int,
+        *,
+        held_bytes_max: int = STORE_HELD_BYTES,
+        berths_bytes: int = STORE_BERTHS_BYTES,
+        timeout_s: float = STORE_TIMEOUT_S,
+    ) -> None:
         self.berth_bytes = berth_bytes
+        self.held_bytes_max = held_bytes_max
+        self._timeout_s = timeout_s
         self.held_bytes: int = 0
         self._held: dict[MemoryHolder, int] = {}
         # Clients that are being disconnected and still hold memory.
         self._leaving: set[MemoryHolder] = set()
         self._leaving_bytes = 0
         self._has_room = asyncio.Event()
-        self._room = asyncio.Semaphore(max(1, STORE_BERTHS_BYTES // berth_bytes))
+        self._room = asyncio.Semaphore(max(1, berths_bytes // berth_bytes))
         self._used: list[Berth] = []
         # The holder of each berth, and since when; the longest first.
         self._lent: dict[object, tuple[float, MemoryHolder]] = {}
@@ -62,13 +72,13 @@ class ClientMemory:
         self._held[client] = self._held.get(client, 0) + nbytes
         if client in self._leaving:
             self._leaving_bytes += nbytes
-        if self.held_bytes - self._leaving_bytes > STORE_HELD_BYTES:
+        if self.held_bytes - self._leaving_bytes > self.held_bytes_max:
             staying = (one for one in self._held if one not in self._leaving)
             slowest = min(staying, key=lambda one: one.stalled_since, default=client)
             if slowest.stalled_since < math.inf:
                 self._leaving.add(slowest)
                 self._leaving_bytes += self._held[slowest]
-                most = in_bytes(STORE_HELD_BYTES)
+                most = in_bytes(self.held_bytes_max)
                 slowest.drop(
                     f"all clients together hold more than {most} of requests and "
                     f"answers, and it has read nothing for the longest time"
@@ -80,7 +90,7 @@ class ClientMemory:
         self._held[client] -= nbytes
         if client in self._leaving:
             self._leaving_bytes -= nbytes
-        if self.held_bytes <= STORE_HELD_BYTES:
+        if self.held_bytes <= self.held_bytes_max:
             self._has_room.set()
 
     def forget(self, client: MemoryHolder) -> None:
@@ -95,7 +105,7 @@ class ClientMemory:
 
         Cancel safety: safe, it only watches.
         """
-        while self.held_bytes > STORE_HELD_BYTES:
+        while self.held_bytes > self.held_bytes_max:
             self._has_room.clear()
             await self._has_room.wait()
 
@@ -128,14 +138,14 @@ class ClientMemory:
         def look() -> float:
             """Disconnect a client that is too slow; return when to check again."""
             for lent, (since, client) in list(self._lent.items()):
-                if since + STORE_TIMEOUT_S > loop.time():
-                    return since + STORE_TIMEOUT_S
+                if since + self._timeout_s > loop.time():
+                    return since + self._timeout_s
                 del self._lent[lent]
                 client.drop(
-                    f"it moves one transfer for more than {STORE_TIMEOUT_S:g} s while "
+                    f"it moves one transfer for more than {self._timeout_s:g} s while "
                     f"others wait for the memory"
                 )
-            return loop.time() + STORE_TIMEOUT_S
+            return loop.time() + self._timeout_s
 
         def again() -> None:
             nonlocal timer

@@ -86,6 +86,8 @@ class ObjectTier(KeyValueTier):
     timeout_s: ClassVar[float] = STORE_TIMEOUT_S
     separator: ClassVar[str] = ""
     remembers: ClassVar[bool] = True
+    # Larger objects are written and read in parts of so many bytes.
+    part_bytes: int = STORE_OBJECT_PART_BYTES
 
     def __init__(self, address: TierAddress) -> None:
         super().__init__(address)
@@ -133,14 +135,12 @@ class ObjectTier(KeyValueTier):
         async def put(at: int) -> None:
             key = batch.keys[at]
             data = objects[at].data
-            in_parts = data.nbytes > STORE_OBJECT_PART_BYTES
+            in_parts = data.nbytes > self.part_bytes
             # obstore limits the time of each request, and removes the parts of a failed
             # upload. If this time limit cuts an upload short, its parts remain and cost
             # money. So it is long enough for all but a stuck one: a begin, rounds of
             # parts, an end and an abort.
-            rounds = math.ceil(
-                data.nbytes / (STORE_OBJECT_PART_BYTES * STORE_OBJECT_PARTS)
-            )
+            rounds = math.ceil(data.nbytes / (self.part_bytes * STORE_OBJECT_PARTS))
             limit_s = self._timeout_s * (2 * (rounds + 3) if in_parts else 1)
             done = await self._ask(
                 lambda: self._obstore.put_async(
@@ -148,7 +148,7 @@ class ObjectTier(KeyValueTier):
                     self.value_name(key),
                     data,
                     use_multipart=in_parts,
-                    chunk_size=STORE_OBJECT_PART_BYTES,
+                    chunk_size=self.part_bytes,
                     max_concurrency=STORE_OBJECT_PARTS,
                 ),
                 limit_s,
@@ -226,7 +226,7 @@ class ObjectTier(KeyValueTier):
         The first range shows the length; all further ranges are then fetched at once.
         If the block is put again meanwhile with another codec, the checksum shows it.
         """
-        part = STORE_OBJECT_PART_BYTES
+        part = self.part_bytes
         first = await self._range(key, 0, min(nbytes, part))
         if isinstance(first, BlockResult) or first.nbytes < part:
             return first

@@ -13,7 +13,7 @@ from kvwire.limits import MIB
 from kvwire_store.keys import as_keys
 from kvwire_store.limits import STORE_REQUESTS_MAX
 from kvwire_store.namespace import Namespace
-from kvwire_store.server import client_memory, messages
+from kvwire_store.server import messages
 from kvwire_store.server.client_memory import ClientMemory, MemoryHolder
 from packages.store.tests.server.test_server import Client, client, serving
 from tests.support import inside
@@ -31,11 +31,8 @@ class HolderOf:
         self.reasons.append(reason)
 
 
-def test_who_has_taken_nothing_for_longest_goes_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client_memory, "STORE_HELD_BYTES", 100)
-    memory = ClientMemory(8)
+def test_who_has_taken_nothing_for_longest_goes_first() -> None:
+    memory = ClientMemory(8, held_bytes_max=100)
     takes, slow, slower = HolderOf(), HolderOf(5.0), HolderOf(2.0)
     memory.hold(takes, 90)
     memory.hold(slow, 5)
@@ -52,18 +49,14 @@ def test_who_has_taken_nothing_for_longest_goes_first(
     assert not memory._leaving
 
 
-def test_nobody_goes_who_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_memory, "STORE_HELD_BYTES", 100)
-    memory, takes = ClientMemory(8), HolderOf()
+def test_nobody_goes_who_takes_everything() -> None:
+    memory, takes = ClientMemory(8, held_bytes_max=100), HolderOf()
     memory.hold(takes, 500)
     assert not takes.reasons
 
 
-async def test_nothing_is_taken_in_until_there_is_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(client_memory, "STORE_HELD_BYTES", 100)
-    memory, takes = ClientMemory(8), HolderOf()
+async def test_nothing_is_taken_in_until_there_is_room() -> None:
+    memory, takes = ClientMemory(8, held_bytes_max=100), HolderOf()
     await memory.room()
     memory.hold(takes, 101)
     waiting = asyncio.create_task(memory.room())
@@ -73,13 +66,10 @@ async def test_nothing_is_taken_in_until_there_is_room(
     await waiting
 
 
-async def test_so_many_berths_for_all_clients_together(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_so_many_berths_for_all_clients_together() -> None:
     """Who has one for too long while others wait is let go of, and nobody else."""
-    monkeypatch.setattr(client_memory, "STORE_BERTHS_BYTES", 16)
-    monkeypatch.setattr(client_memory, "STORE_TIMEOUT_S", 0.05)
-    memory, others = ClientMemory(8), HolderOf()
+    memory = ClientMemory(8, berths_bytes=16, timeout_s=0.05)
+    others = HolderOf()
     gone: asyncio.Event = asyncio.Event()
 
     class Slow(HolderOf):
@@ -109,7 +99,6 @@ async def test_clients_that_take_nothing_hold_no_more_than_the_bound(
 ) -> None:
     """They are many, and are let go of; who takes its blocks goes on meanwhile."""
     bound = 4 * MIB
-    monkeypatch.setattr(client_memory, "STORE_HELD_BYTES", bound)
     namespace, cache = Namespace("kv", LARGE), Filled(1, LARGE, seed=1).cache
     names = messages.Names.of(as_keys([namespace.digest + chain(1)[0]]))
     text = messages.text_of(namespace)
@@ -122,6 +111,7 @@ async def test_clients_that_take_nothing_hold_no_more_than_the_bound(
     async with serving("memory:1MiB") as (store, server):
         await store.put(chain(1), cache, [0])
         memory = inside.served(server).memory
+        memory.held_bytes_max = bound
         most = 0
         hold = memory.hold
 

@@ -26,7 +26,6 @@ from kvwire_store import BlockStore
 from kvwire_store.images import images_in
 from kvwire_store.keys import as_keys
 from kvwire_store.namespace import ABSENT
-from kvwire_store.tiers import object as object_module
 from kvwire_store.tiers.base import Batch
 from kvwire_store.tiers.object import ObjectTier
 from kvwire_store.tiers.object_format import HEAD_BYTES, path_of
@@ -307,16 +306,16 @@ async def test_what_is_known_is_not_asked_for_again(tmp_path: Path) -> None:
 
 
 async def test_a_large_object_is_read_by_ranges_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """One that ends before it should is missing, and no failure of the store."""
     source, hashes = await put_before(f"object:file://{tmp_path}", count=4)
     target = Filled()
     part = (HEAD_BYTES + SPEC.block_bytes) // 4
-    monkeypatch.setattr(object_module, "STORE_OBJECT_PART_BYTES", part)
     for one, nbytes in zip(hashes[1:], (part, 2 * part, 3 * part - 1), strict=True):
         _cut(nbytes)(file_of(tmp_path, one), tmp_path)
     async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
+        tier_of(store, ObjectTier).part_bytes = part
         requests = Requests(tier_of(store, ObjectTier))
         got = await store.get(hashes[:1], target.cache, [0])
         # The head for `find`, then four parts, all but the first at once.

@@ -28,8 +28,8 @@ import obstore.store
 from kvwire import KVSpec
 from kvwire.limits import MIB
 from kvwire_store import BlockStore
-from kvwire_store.tiers import object as object_module
-from packages.store.tests.contract import expect_shared
+from kvwire_store.tiers.object import ObjectTier
+from packages.store.tests.contract import expect_shared, tier_of
 from tests.support.caches import Filled, chain
 from tests.support.pairs import until
 from tests.support.servers import free_port, s3_server
@@ -111,14 +111,12 @@ async def proxy(server: str, fault: Fault) -> AsyncIterator[str]:
 )
 async def test_a_large_block_goes_in_parts(
     server: str,
-    monkeypatch: pytest.MonkeyPatch,
     refused: str,
     status: int,
     times: int,
     lands: bool,
 ) -> None:
     """If one is refused, nothing of the others stays there, and nothing is promised."""
-    monkeypatch.setattr(object_module, "STORE_OBJECT_PART_BYTES", 5 * MIB)
     spec = KVSpec(layers=3, kv_heads=8, head_dim=128, block_tokens=1024)
     assert spec.block_bytes == 12 * MIB
     source, target = Filled(2, spec, seed=3), Filled(2, spec)
@@ -134,8 +132,10 @@ async def test_a_large_block_goes_in_parts(
     async with proxy(server, fault) as url:
         address = tier(url, timeout_s=6 if status == 503 and not lands else 30)
         async with BlockStore.open([MEMORY, address]) as store:
+            tier_of(store, ObjectTier).part_bytes = 5 * MIB
             put = await store.put(chain(2), source.cache, range(2))
         async with BlockStore.open([MEMORY, address]) as store:
+            tier_of(store, ObjectTier).part_bytes = 5 * MIB
             got = await store.get(chain(2), target.cache, range(2))
     parts = set(re.findall(r"partNumber=\d", " ".join(asked)))
     assert parts <= {f"partNumber={part}" for part in (1, 2, 3)}

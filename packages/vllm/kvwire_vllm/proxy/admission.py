@@ -23,8 +23,14 @@ class TooMany(Exception):
 class Admission:
     """Limits how many requests there are at once; engines queue them."""
 
-    def __init__(self, running_max: int = PROXY_RUNNING_MAX) -> None:
+    def __init__(
+        self,
+        running_max: int = PROXY_RUNNING_MAX,
+        *,
+        bodies_bytes_max: int = PROXY_BODIES_BYTES_MAX,
+    ) -> None:
         self._running_max = running_max
+        self._bodies_bytes_max = bodies_bytes_max
         self._held = 0
         self.running: int = 0  # requests that are read or answered
         self.rejected: int = 0  # requests refused so far
@@ -45,7 +51,7 @@ class Admission:
 
         def take(nbytes: int) -> None:
             nonlocal held
-            if self._held + nbytes > PROXY_BODIES_BYTES_MAX:
+            if self._held + nbytes > self._bodies_bytes_max:
                 raise self._full(f"requests of {in_bytes(self._held)} are running")
             self._held += nbytes
             held += nbytes

@@ -17,6 +17,7 @@ from collections.abc import (
 )
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
@@ -47,6 +48,8 @@ from kvwire_vllm.proxy.events import EVENTS, written
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import (
     PROXY_BODY_BYTES_MAX,
+    PROXY_BODY_BYTES_PER_S,
+    PROXY_BODY_S,
     PROXY_ORDER_BYTES_MAX,
     PROXY_UNREAD_S,
 )
@@ -103,6 +106,9 @@ class ProxySettings:
         admission: Limits the requests at once; by default the usual limits.
         operator_key: The key that operators send; empty for requests of this host only.
         migrate: Whether streams can continue at another engine.
+        body_s: The seconds that every body has to arrive.
+        body_bytes_per_s: The rate that gives a body more time.
+        unread_s: The seconds after which a client that reads nothing is cut.
     """
 
     order: str = AT_ONCE
@@ -110,6 +116,9 @@ class ProxySettings:
     admission: Admission | None = None
     operator_key: bytes = b""
     migrate: bool = False
+    body_s: float = PROXY_BODY_S
+    body_bytes_per_s: float = PROXY_BODY_BYTES_PER_S
+    unread_s: float = PROXY_UNREAD_S
 
 
 class ProxyApp:
@@ -143,6 +152,11 @@ class ProxyApp:
         self._registry = CollectorRegistry()
         self._registry.register(ProxyCollector(self._state))
         self._decoding = asyncio.Lock()
+        self._read = partial(
+            read_body,
+            body_s=settings.body_s,
+            bytes_per_s=settings.body_bytes_per_s,
+        )
         read = ("GET", "HEAD")
         write = ("POST",)
         self._routes: dict[str, tuple[tuple[str, ...], _Handler]] = {
@@ -214,7 +228,7 @@ class ProxyApp:
         # Before the body is read, so that the limits also apply to requests whose body
         # arrives slowly or never.
         take = stack.enter_context(self._state.admission.place())
-        content = await read_body(request, PROXY_BODY_BYTES_MAX, take)
+        content = await self._read(request, PROXY_BODY_BYTES_MAX, take)
         # Otherwise bodies that arrive together would also be decoded together.
         async with self._decoding:
             body = decoded(content, dict[str, Any])
@@ -235,7 +249,7 @@ class ProxyApp:
     ) -> web.StreamResponse:
         """Pass a request unchanged to one engine."""
         take = stack.enter_context(self._state.admission.place())
-        content = await read_body(request, PROXY_BODY_BYTES_MAX, take)
+        content = await self._read(request, PROXY_BODY_BYTES_MAX, take)
         last = EngineFailed(None, self._fleet.why_none())
         tried: set[VllmEngine] = set()
         while (engine := self._fleet.pick_to_answer({}, tried)) is not None:
@@ -274,9 +288,9 @@ class ProxyApp:
         try:
             async with aclosing(_parts(answer, self.ending, is_events)) as parts:
                 async for part in parts:
-                    async with asyncio.timeout(PROXY_UNREAD_S):
+                    async with asyncio.timeout(self._settings.unread_s):
                         await response.write(part)
-            async with asyncio.timeout(PROXY_UNREAD_S):
+            async with asyncio.timeout(self._settings.unread_s):
                 await response.write_eof()
         except EngineFailed:
             # The client notices, since the answer is incomplete.
@@ -285,7 +299,7 @@ class ProxyApp:
         except TimeoutError:
             logger.warning(
                 "closed the connection of a client that read nothing for %g s",
-                PROXY_UNREAD_S,
+                self._settings.unread_s,
             )
             if request.transport is not None:
                 request.transport.abort()
@@ -314,7 +328,7 @@ class ProxyApp:
         Answer when the engine has no requests left, or after ``wait_s``.
         """
         self._check_operator(request)
-        wanted = decoded(await read_body(request, PROXY_ORDER_BYTES_MAX), _Drain)
+        wanted = decoded(await self._read(request, PROXY_ORDER_BYTES_MAX), _Drain)
         engine = self._fleet.at(wanted.engine)
         engine.drain(draining=wanted.drain)
         if self._moves.migrate and wanted.drain and wanted.move:
@@ -333,7 +347,7 @@ class ProxyApp:
         if not self._moves.migrate:
             why = "the proxy was started without --migrate"
             raise Refused(HTTPStatus.CONFLICT, why)
-        wanted = decoded(await read_body(request, PROXY_ORDER_BYTES_MAX), _Migrate)
+        wanted = decoded(await self._read(request, PROXY_ORDER_BYTES_MAX), _Migrate)
         to = self._fleet.at(wanted.to) if wanted.to else None
         if not wanted.request:
             moving = self._at(self._fleet.at(wanted.engine))

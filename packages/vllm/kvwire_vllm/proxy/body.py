@@ -39,7 +39,12 @@ class Refused(Exception):
 
 
 async def read_body(
-    request: web.BaseRequest, bytes_max: int, take: Callable[[int], None] | None = None
+    request: web.BaseRequest,
+    bytes_max: int,
+    take: Callable[[int], None] | None = None,
+    *,
+    body_s: float = PROXY_BODY_S,
+    bytes_per_s: float = PROXY_BODY_BYTES_PER_S,
 ) -> bytes:
     """Read a request's body; refuse one that is too slow, too large or compressed.
 
@@ -47,6 +52,8 @@ async def read_body(
         request: The request.
         bytes_max: The most bytes of the body.
         take: Reserves memory for a part of it.
+        body_s: The seconds that every body has to arrive.
+        bytes_per_s: The rate that gives a body more time.
 
     Raises:
         Refused: The body cannot be used.
@@ -64,7 +71,7 @@ async def read_body(
     values = 0
     began = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(PROXY_BODY_S) as wait:
+        async with asyncio.timeout(body_s) as wait:
             async for part in request.content.iter_any():
                 content += part
                 if len(content) > bytes_max:
@@ -76,8 +83,8 @@ async def read_body(
                 if values > PROXY_BODY_VALUES_MAX:
                     why = f"the body has more than {PROXY_BODY_VALUES_MAX} values"
                     raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, why)
-                here_s = len(content) / PROXY_BODY_BYTES_PER_S
-                wait.reschedule(began + PROXY_BODY_S + here_s)
+                here_s = len(content) / bytes_per_s
+                wait.reschedule(began + body_s + here_s)
     except TimeoutError:
         in_s = asyncio.get_running_loop().time() - began
         why = f"only {in_bytes(len(content))} of the body arrived within {in_s:.0f} s"

@@ -56,12 +56,14 @@ class ProxyServer:
         port: int,
         stop_s: float,
         connections_max: int = PROXY_RUNNING_MAX + PROXY_IDLE_MAX,
+        idle_s: float = PROXY_IDLE_S,
     ) -> None:
         self._app = app
         self._host = host
         self._port = port
         self._stop_s = stop_s
         self._connections_max = connections_max
+        self._idle_s = idle_s
         self._server: web.Server | None = None
         # Connections with a request. bounded: connections_max
         self._busy: set[web.RequestHandler] = set()
@@ -148,7 +150,7 @@ class ProxyServer:
             "max_line_size": PROXY_HEADER_BYTES_MAX,
             "max_field_size": PROXY_HEADER_BYTES_MAX,
             "max_headers": PROXY_HEADERS_MAX,
-            "keepalive_timeout": PROXY_IDLE_S,
+            "keepalive_timeout": self._idle_s,
             "lingering_time": _UNREAD_S,
             "auto_decompress": False,  # a small body could become a large one
             "access_log": None,

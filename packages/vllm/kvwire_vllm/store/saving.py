@@ -88,9 +88,12 @@ class SaveQueue:
         put: See :data:`Put`.
         blocks_max: The most blocks under way at once.
         hold_s: How long an ended request's blocks may wait for their turn.
+        pause_s: How long to wait before a failed save is tried again, at first.
     """
 
-    def __init__(self, put: Put, blocks_max: int, hold_s: float) -> None:
+    def __init__(
+        self, put: Put, blocks_max: int, hold_s: float, *, pause_s: float = _PAUSE_S
+    ) -> None:
         self._put = put
         self._blocks_max = blocks_max
         self._hold_s = hold_s
@@ -105,7 +108,7 @@ class SaveQueue:
         # The requests with blocks to put again.
         self._failing: dict[_Request, None] = {}
         self._again_at = 0.0
-        self._pause_s = _PAUSE_S
+        self._least_pause_s = self._pause_s = pause_s
         self._observed: Observed = {}
 
     @property
@@ -243,7 +246,7 @@ class SaveQueue:
             request.reading = [f for f in request.reading if not f.done()]
             lacking = one.saving.over.result()
             if not lacking:
-                self._pause_s = _PAUSE_S
+                self._pause_s = self._least_pause_s
                 observe(self._observed, "save_s", one.ended - one.filled)
             elif self._requests.get(request.id) is request and not request.until:
                 named = one.named

@@ -144,13 +144,10 @@ def test_a_request_that_ended_as_it_was_preempted_is_freed_once() -> None:
     assert queue.freed() == set()
 
 
-def test_what_a_tier_did_not_take_is_put_again_while_its_request_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_tier_did_not_take_is_put_again_while_its_request_runs() -> None:
     """Else a stored chain would end there."""
-    monkeypatch.setattr("kvwire_vllm.store.saving._PAUSE_S", 0.01)
     store = Store()
-    queue = SaveQueue(store.put, 8, 60.0)
+    queue = SaveQueue(store.put, 8, 60.0, pause_s=0.01)
     queue.add([blocks("runs", 1), blocks("ends", 2)])
     queue.leave("ends")
     store.take(lacking=True)
