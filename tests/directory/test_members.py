@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from kvwire.directory import Change, ChangeKind, Record, Selector
-from kvwire.directory import members as members_module
+from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.directory.members import Members
 from tests.directory.records import record
 from tests.support.depth import examples
@@ -179,18 +179,16 @@ def test_of_many_that_leave_each_costs_the_others_little(
     assert members.expire(100.0) == []
 
 
-def test_a_full_table_takes_nobody_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(members_module, "MEMBERS_MAX", 2)
+def test_a_full_table_takes_nobody_new() -> None:
     members = Members(Selector())
 
     def put(number: int, **fields: Any) -> Change | None:
         made = record(number, **fields)
         return members.put(made.key, made.encode(), 0.0)
 
-    assert put(1) is not None
-    assert put(2) is not None
-    assert put(3) is None
+    assert all(put(number) is not None for number in range(MEMBERS_MAX))
+    assert put(MEMBERS_MAX) is None
     assert members.ignored == 1
-    assert members.reason == "the directory has more than 2 members"
+    assert members.reason == "the directory has more than 4096 members"
     # Who is in it may go on changing.
     assert put(1, load=1.0) == Change(ChangeKind.CHANGED, record(1, load=1.0))

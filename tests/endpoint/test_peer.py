@@ -15,6 +15,7 @@ import pytest
 import kvwire
 from kvwire.directory import Record
 from kvwire.directory.file import FileDirectory
+from kvwire.endpoint.communicator import PEERS_MAX
 from kvwire.security.keys import write_key_file
 from tests.directory.records import record
 from tests.support import inside
@@ -227,16 +228,13 @@ async def test_a_closed_peer_and_a_closed_communicator() -> None:
         comm.peer("127.0.0.1:1")
 
 
-async def test_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvwire.endpoint import communicator
-
-    monkeypatch.setattr(communicator, "PEERS_MAX", 2)
+async def test_peers_are_bounded() -> None:
     async with kvwire.open() as comm:
-        one, _ = comm.peer("127.0.0.1:1"), comm.peer("127.0.0.1:2")
-        with pytest.raises(kvwire.UsageError, match=r"2 peers are open.*close\(\)"):
-            comm.peer("127.0.0.1:3")
+        one, *_ = [comm.peer(f"127.0.0.1:{1 + at}") for at in range(PEERS_MAX)]
+        with pytest.raises(kvwire.UsageError, match=r"4096 peers are open.*close\(\)"):
+            comm.peer("127.0.0.1:5000")
         await one.close()
-        comm.peer("127.0.0.1:3")
+        comm.peer("127.0.0.1:5000")
 
 
 # --- requests that wait for a connection ----------------------------------------------

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire import limits
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import (
     BlockSet,
@@ -20,6 +19,7 @@ from kvwire.kv.blocks import (
     distinct,
     join_missing,
 )
+from kvwire.limits import KV_BLOCKS_MAX
 from tests.support.depth import examples
 
 ONE = {"kv": 10}
@@ -63,10 +63,11 @@ def test_groups_have_to_be_named() -> None:
     assert [ids.size for ids in none.values()] == [0, 0]
 
 
-def test_too_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "KV_BLOCKS_MAX", 3)
-    with pytest.raises(UsageError, match="4 blocks; a transfer takes 1 to 3"):
-        block_lists({"full": [1, 2], "window": [1, 2]}, TWO)
+def test_too_many_blocks() -> None:
+    many = np.arange(KV_BLOCKS_MAX)
+    why = f"{KV_BLOCKS_MAX + 1} blocks; a transfer takes 1 to {KV_BLOCKS_MAX}"
+    with pytest.raises(UsageError, match=why):
+        block_lists({"full": many, "window": [1]}, {"full": KV_BLOCKS_MAX, "window": 2})
 
 
 ids_of_groups = st.dictionaries(

@@ -6,7 +6,7 @@ import pytest
 
 from kvwire import errors
 from kvwire.limits import REQUESTS_MAX
-from kvwire.proto import messages as module
+from kvwire.proto.messages import DISCARDED_TAGS_MAX
 from kvwire.proto.records import RequestRecord
 from kvwire.wire.control import Announce, Ready
 from kvwire.wire.header import FrameType
@@ -183,15 +183,13 @@ def test_ready_for_what_was_not_announced() -> None:
 
 @pytest.mark.rule("KVW-MS-03", "keeps")
 @pytest.mark.rule("KVW-MS-03", "breaks")
-def test_how_many_announced_messages_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_announced_messages_may_wait() -> None:
     """The last that may, the first that may not."""
-    assert REQUESTS_MAX > 3
-    monkeypatch.setattr(module, "REQUESTS_MAX", 3)
-    pair = ConnectionPair()
-    for number in (1, 3, 5):
+    pair, past = ConnectionPair(), 2 * REQUESTS_MAX + 1
+    for number in range(1, past, 2):
         pair.client.forge(FrameType.ANNOUNCE, Announce(tag8(0), 100), request=number)
     expect_fine(pair)
-    pair.client.forge(FrameType.ANNOUNCE, Announce(tag8(0), 100), request=7)
+    pair.client.forge(FrameType.ANNOUNCE, Announce(tag8(0), 100), request=past)
     expect_broken(pair, pair.server, "KVW-MS-03")
 
 
@@ -408,12 +406,9 @@ def test_what_a_receive_waits_for_is_not_discarded() -> None:
     assert pair.server.core.messages.discard(TAG) == 0
 
 
-def test_the_oldest_discarded_tag_is_forgotten_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "DISCARDED_TAGS_MAX", 2)
+def test_the_oldest_discarded_tag_is_forgotten_first() -> None:
     pair = ConnectionPair()
-    for tag in (1, 2, 1, 3):
+    for tag in (1, 2, 1, *range(3, DISCARDED_TAGS_MAX + 2)):
         pair.server.core.messages.discard(tag)
     for tag in (1, 2, 3):
         pair.client.send(tag, SMALL)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvwire import errors
-from kvwire.limits import LAST_FINS_MAX, TRANSFERS_WAITING_MAX
+from kvwire.limits import LAST_FINS_MAX, SETTLED_MAX, TRANSFERS_WAITING_MAX
 from kvwire.proto import events
 from kvwire.proto import transfers as module
 from kvwire.proto.connection import LAST_FIN_DELAY_S
@@ -99,12 +99,11 @@ def test_a_transfer(pull: bool) -> None:
 # --- damage
 
 
-def test_more_damage_than_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_damage_than_can_be_named() -> None:
     """The whole transfer fails."""
-    monkeypatch.setattr(module, "SETTLED_MAX", 1)
     m = moved()
     m.producer.stalled = True
-    for data in (b"x", b"x", b"good"):
+    for data in (*[b"x"] * (SETTLED_MAX + 1), b"good"):
         m.mark(data)
     m.commit()
     m.producer.stalled = False
@@ -143,12 +142,10 @@ def test_late_frames_of_a_transfer_are_dropped() -> None:
 
 
 @pytest.mark.rule("KVW-TR-01", "breaks")
-def test_how_many_may_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_may_wait_for_an_answer() -> None:
     """The last that may, the first that may not."""
-    assert TRANSFERS_WAITING_MAX > 2
-    monkeypatch.setattr(module, "TRANSFERS_WAITING_MAX", 2)
     pair = ConnectionPair()
-    requests = [ask(pair.client) for _ in range(2)]
+    requests = [ask(pair.client) for _ in range(TRANSFERS_WAITING_MAX)]
     expect_fine(pair)
     pair.client.cancel(requests[0])
     expect_fine(pair)
@@ -156,7 +153,8 @@ def test_how_many_may_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     expect_fine(pair)
     with pytest.raises(errors.UsageError, match="wait for this peer"):
         ask(pair.client)
-    pair.client.forge(FrameType.OPEN, control.Open(b"4", False, 0, b""), request=7)
+    later = 2 * TRANSFERS_WAITING_MAX + 3
+    pair.client.forge(FrameType.OPEN, control.Open(b"4", False, 0, b""), request=later)
     expect_broken(pair, pair.server, "KVW-TR-01")
 
 
@@ -431,10 +429,11 @@ def test_memory_of_a_transfer_that_is_over() -> None:
     expect_fine(m.pair)
 
 
-def test_who_was_answered_waits_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_was_answered_waits_no_more() -> None:
     """Neither side counts transfers that move, or that are over."""
-    monkeypatch.setattr(module, "TRANSFERS_WAITING_MAX", 1)
     pair = ConnectionPair()
+    for _ in range(TRANSFERS_WAITING_MAX - 1):
+        ask(pair.client)
     for _ in range(3):
         request = ask(pair.client)
         expect_fine(pair)

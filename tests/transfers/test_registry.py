@@ -11,6 +11,7 @@ import pytest
 import kvwire
 from kvwire.transfers import registry as module
 from kvwire.transfers.offer import TransferOffer
+from kvwire.transfers.registry import TOMBSTONES_MAX
 from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
 from tests.support.caches import same
@@ -98,16 +99,16 @@ async def test_who_comes_too_late_hears_what_ended_it(w: World) -> None:
 
 @scenario("inproc")
 async def test_what_is_remembered_is_bounded(
-    w: World, monkeypatch: pytest.MonkeyPatch
+    w: World,
 ) -> None:
-    monkeypatch.setattr(module, "TOMBSTONES_MAX", 3)
-    for number in range(10):
+    last = TOMBSTONES_MAX + 9
+    for number in range(last + 1):
         w.p.publish(number, w.source.cache, LIST).abort(f"reason {number}")
-    assert len(inside.remembered(w.p)) == 3
-    for number in (9, 8, 7):
+    assert len(inside.remembered(w.p)) == TOMBSTONES_MAX
+    for number in (last, last - 1, 10):
         inc = w.pull_side.pull(number, w.target.cache, DEST)
         assert f"reason {number}" in (await inc).missing["kv", DEST[0]]
-    assert not inside.remembered(w.p)
+    assert len(inside.remembered(w.p)) == TOMBSTONES_MAX - 3
 
 
 @scenario("inproc")
