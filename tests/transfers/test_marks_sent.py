@@ -21,7 +21,6 @@ from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.proto.transfers import Transfers
 from kvwire.transfers import outgoing as delivery_module
 from kvwire.transfers.incoming import SEGMENT_BYTES_MAX
-from kvwire.transfers.state import LegState
 from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
 from tests.support.caches import BLOCKS, LARGE, LAYERS, Memory, same
@@ -328,34 +327,6 @@ async def test_chunks_of_a_segment_that_was_cut_are_not_sent_again(w: World) -> 
     assert again <= 4 * MIB
     assert same(w.source, range(8), w.target, range(8), layers=[0])
     out.abort()
-
-
-@scenario("inproc")
-async def test_a_link_that_is_cut_before_both_sides_agree(w: World) -> None:
-    """The request that it carried knows no segment of the link before."""
-    out, inc = w.begin_large(8)
-    await w.until(lambda: inside.planned(inc))
-    leg = inside.leg(inc)
-    assert leg is not None
-
-    def asked() -> bool:
-        return leg.links == 2 and leg.state is LegState.ASKED
-
-    def some() -> bool:
-        assert leg.core is not None
-        return bool(leg.link.transfers.records[leg.core].segments)
-
-    out.ready(layers=0)
-    await w.turns_until(some)
-    w.cut()
-    await w.turns_until(asked)
-    w.cut()
-    await inc.layer(0)
-    out.ready(layers=slice(1, None))
-    out.finish()
-    assert (await inc).complete
-    assert (await out).complete
-    assert same(w.source, range(8), w.target, range(8))
 
 
 @scenario("inproc")
