@@ -175,7 +175,7 @@ test-mooncake: $(STAMP)-mooncake
 # torch. Ray has no build for every Python.
 test-ray: $(RAY_VENV)/.installed
 	$(RAY_VENV)/bin/python -m pytest -m '' packages/engines/tests/ray \
-	  tests/directory/test_ray.py $(ARGS)
+	  tests/directory/test_ray.py tests/directory/test_contract.py $(ARGS)
 
 # Object tiers over the S3 protocol, with moto's server in an environment of its own, 140 MB.
 test-s3: $(STAMP) $(S3_VENV)/.installed

@@ -17,8 +17,8 @@ import ray
 
 from kvwire.directory import ChangeKind, open_directory
 from kvwire.directory import ray as on_ray
-from tests.directory.contract import PROMISES, Promise, check
 from tests.directory.records import record
+from tests.support.servers import ray_cluster
 
 pytestmark = [
     # Ray's own.
@@ -27,15 +27,9 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """A Ray of one node, which this process is connected to."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")  # else it writes a token to the home
-        ray.init(
-            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False
-        )
+def ray_on_one_node() -> Iterator[None]:
+    with ray_cluster():
         yield
-        ray.shutdown()
 
 
 async def test_a_table_tells_what_has_changed() -> None:
@@ -74,14 +68,8 @@ def test_a_url_that_names_a_host() -> None:
 
 class TestOnRay:
     @pytest.fixture(autouse=True)
-    def _nothing_left(self, ray_cluster: None) -> None:
+    def _nothing_left(self, ray_on_one_node: None) -> None:
         """Ray keeps threads and descriptors for as long as it is connected."""
-
-    @pytest.mark.parametrize("promise", PROMISES)
-    async def test_directory(self, promise: Promise) -> None:
-        # Its actor is started first, which takes longer than a promise may.
-        await open_directory("ray:kit").members()
-        await check("ray:kit", promise)
 
     async def test_members_come_back_after_the_actor_was_killed(self) -> None:
         one = record(1)

@@ -51,10 +51,38 @@ class Buffers:
         return sum(ref() is not None for ref in self._made)
 
 
-Use = Callable[[Pair, Buffers], Awaitable[object]]
+@pytest.fixture(autouse=True)
+def _no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
 
 
-async def sent_and_received(pair: Pair, made: Buffers) -> None:
+def freed(
+    use: Callable[[Pair, Buffers], Awaitable[object]],
+) -> Callable[[str], Awaitable[None]]:
+    """Make a test of a use: three times over each transport, its memory is free."""
+
+    @pytest.mark.parametrize("transport", ["tcp", "inproc", "local", "ucx"])
+    async def test(transport: str) -> None:
+        found = registry.availability(transport)
+        if not found.available:
+            pytest.skip(f"{transport}: {found.reason}")
+        made = Buffers()
+        async with connected(transport=None, prefer=(transport, "tcp")) as pair:
+            for _ in range(3):
+                with contextlib.suppress(kvwire.KVWireError, TimeoutError):
+                    await use(pair, made)
+            async with asyncio.timeout(10):
+                await until(lambda: not made.alive)
+
+    test.__name__ = use.__name__
+    checked: Callable[[str], Awaitable[None]] = test
+    return checked
+
+
+@freed
+async def test_sent_and_received(pair: Pair, made: Buffers) -> None:
     target = made()
     received = pair.right.recv(1, into=target)
     sent = pair.left.send(1, made())
@@ -62,7 +90,8 @@ async def sent_and_received(pair: Pair, made: Buffers) -> None:
     await received
 
 
-async def put_and_got(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_put_and_got(pair: Pair, made: Buffers) -> None:
     region = pair.far.register(made(), "readwrite")
     grant = region.grant(pair.right)
     target = made()
@@ -71,23 +100,27 @@ async def put_and_got(pair: Pair, made: Buffers) -> None:
     await region.close()
 
 
-async def a_receive_with_a_deadline(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_receive_with_a_deadline(pair: Pair, made: Buffers) -> None:
     request = pair.left.recv(2, into=made(), deadline=SOON_S)
     await request
 
 
-async def a_receive_that_is_cut_short(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_receive_that_is_cut_short(pair: Pair, made: Buffers) -> None:
     request = pair.left.recv(2, into=made())
     await asyncio.wait_for(request, SOON_S)
 
 
-async def a_receive_that_is_cancelled(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_receive_that_is_cancelled(pair: Pair, made: Buffers) -> None:
     request = pair.left.recv(2, into=made())
     request.cancel()
     await request
 
 
-async def a_task_that_is_cancelled(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_task_that_is_cancelled(pair: Pair, made: Buffers) -> None:
     task = asyncio.create_task(pair.left.recv(2, into=made()))
     await turns(5)
     task.cancel()
@@ -95,7 +128,8 @@ async def a_task_that_is_cancelled(pair: Pair, made: Buffers) -> None:
         await task
 
 
-async def a_send_with_a_deadline(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_send_with_a_deadline(pair: Pair, made: Buffers) -> None:
     request = pair.left.send(3, made(), deadline=SOON_S)
     try:
         await request
@@ -103,14 +137,16 @@ async def a_send_with_a_deadline(pair: Pair, made: Buffers) -> None:
         await request.released()
 
 
-async def a_result_that_is_raised_again(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_result_that_is_raised_again(pair: Pair, made: Buffers) -> None:
     request = pair.left.send(3, made(), deadline=SOON_S)
     with contextlib.suppress(kvwire.DeadlineExceeded):
         await request
     request.result()
 
 
-async def a_get_that_is_refused(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_get_that_is_refused(pair: Pair, made: Buffers) -> None:
     region = pair.far.register(made(), "read")
     grant = region.grant(pair.right)
     await region.close()
@@ -118,7 +154,8 @@ async def a_get_that_is_refused(pair: Pair, made: Buffers) -> None:
     await request
 
 
-async def a_put_that_is_refused(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_put_that_is_refused(pair: Pair, made: Buffers) -> None:
     region = pair.far.register(made(), "read")
     request = pair.left.put(made(), region.grant(pair.right))
     try:
@@ -127,7 +164,8 @@ async def a_put_that_is_refused(pair: Pair, made: Buffers) -> None:
         await region.close()
 
 
-async def a_peer_that_is_not_there(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_peer_that_is_not_there(pair: Pair, made: Buffers) -> None:
     peer = pair.near.peer("127.0.0.1:1")
     request = peer.send(1, made(), deadline=SOON_S)
     try:
@@ -136,7 +174,8 @@ async def a_peer_that_is_not_there(pair: Pair, made: Buffers) -> None:
         await peer.close()
 
 
-async def a_window_that_is_read(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_window_that_is_read(pair: Pair, made: Buffers) -> None:
     exposed = pair.far.expose("w", made(), block_bytes=4096)
     ticket = exposed.offer([1, 2])
     window = await pair.left.window("w")
@@ -147,13 +186,15 @@ async def a_window_that_is_read(pair: Pair, made: Buffers) -> None:
     await exposed.close()
 
 
-async def a_window_that_is_not_there(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_window_that_is_not_there(pair: Pair, made: Buffers) -> None:
     buffer = made()
     assert buffer.size
     await pair.left.window("nothing", deadline=SOON_S)
 
 
-async def a_transfer(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_transfer(pair: Pair, made: Buffers) -> None:
     out = pair.far.publish("t", made.cache(), range(8))
     out.ready()
     out.finish()
@@ -162,7 +203,8 @@ async def a_transfer(pair: Pair, made: Buffers) -> None:
     await asyncio.gather(out, incoming.drained(), out.drained())
 
 
-async def a_transfer_that_is_aborted(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_transfer_that_is_aborted(pair: Pair, made: Buffers) -> None:
     out = pair.far.publish("t", made.cache(), range(8))
     incoming = pair.left.pull("t", made.cache(), range(8))
     out.ready(layers=0)
@@ -174,21 +216,24 @@ async def a_transfer_that_is_aborted(pair: Pair, made: Buffers) -> None:
         await asyncio.gather(incoming.drained(), out.drained())
 
 
-async def a_transfer_with_a_deadline(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_transfer_with_a_deadline(pair: Pair, made: Buffers) -> None:
     incoming = pair.left.pull("nothing", made.cache(), range(8), deadline=SOON_S)
     outcome = await incoming
     assert not outcome.complete
     await incoming.layer(0)
 
 
-async def a_push_that_nobody_expects(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_push_that_nobody_expects(pair: Pair, made: Buffers) -> None:
     out = pair.left.push("nothing", made.cache(), range(8), deadline=SOON_S)
     out.ready()
     assert not (await out).complete
     await out.drained()
 
 
-async def a_connection_that_is_aborted(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_connection_that_is_aborted(pair: Pair, made: Buffers) -> None:
     other = await pair.near.connect(pair.address)
     request = other.recv(1, into=made())
     sent = other.send(1, made())
@@ -202,43 +247,9 @@ async def a_connection_that_is_aborted(pair: Pair, made: Buffers) -> None:
         await (await pair.far.accept()).wait_closed()
 
 
-async def a_connection_that_is_closed(pair: Pair, made: Buffers) -> None:
+@freed
+async def test_a_connection_that_is_closed(pair: Pair, made: Buffers) -> None:
     other = await pair.near.connect(pair.address)
     await other.close()
     await (await pair.far.accept()).wait_closed()
     await other.send(1, made())
-
-
-USES: list[Use] = [
-    *(sent_and_received, put_and_got, a_receive_with_a_deadline),
-    *(a_receive_that_is_cut_short, a_receive_that_is_cancelled),
-    *(a_task_that_is_cancelled, a_send_with_a_deadline),
-    *(a_result_that_is_raised_again, a_get_that_is_refused, a_put_that_is_refused),
-    *(a_peer_that_is_not_there, a_window_that_is_read, a_window_that_is_not_there),
-    *(a_transfer, a_transfer_that_is_aborted, a_transfer_with_a_deadline),
-    *(a_push_that_nobody_expects, a_connection_that_is_aborted),
-    a_connection_that_is_closed,
-]
-
-
-@pytest.fixture
-def _no_collector() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.parametrize("transport", ["tcp", "inproc", "local", "ucx"])
-async def test_its_memory_is_free(use: Use, transport: str) -> None:
-    found = registry.availability(transport)
-    if not found.available:
-        pytest.skip(f"{transport}: {found.reason}")
-    made = Buffers()
-    async with connected(transport=None, prefer=(transport, "tcp")) as pair:
-        for _ in range(3):
-            with contextlib.suppress(kvwire.KVWireError, TimeoutError):
-                await use(pair, made)
-        async with asyncio.timeout(10):
-            await until(lambda: not made.alive)

@@ -187,6 +187,19 @@ def nats_cluster(servers: int = 3) -> Iterator[list[Server]]:
         ]
 
 
+@contextlib.contextmanager
+def ray_cluster() -> Iterator[None]:
+    """A Ray of one node, which this process is connected to."""
+    ray = pytest.importorskip("ray", reason="ray is not installed: `make test-ray`")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else it writes a token to the home
+        ray.init(
+            address="local", num_cpus=2, include_dashboard=False, log_to_driver=False
+        )
+        yield
+        ray.shutdown()
+
+
 def s3_program() -> str | None:
     """Where moto's server is installed, if it is."""
     return shutil.which(os.environ.get("S3_SERVER", "moto_server"), path=_PATH)

@@ -5,6 +5,8 @@ That it is said again, and believed exactly, in any order of events: test_machin
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -104,6 +106,88 @@ async def test_going_on_with_an_end_that_is_over_is_refused(w: World) -> None:
     inside.run(w.pull_side)
     await w.until(lambda: request.over)
     assert not inside.registry(w.p).live
+
+
+def deafen(connection: kvwire.Connection) -> None:
+    """Its link hears nothing any more, not even its own end."""
+    link: Any = inside.link(connection)
+    link._turn = link.wake = lambda *_: None
+
+
+@asynccontextmanager
+async def dialled_by_the_producer() -> AsyncIterator[World]:
+    """A world in which the consumer listens."""
+    async with kvwire.open(name="decode") as d, kvwire.open(name="prefill") as p:
+        address = await d.listen("inproc://")
+        push_side = await p.connect(address)
+        yield World(p, d, await d.accept(), push_side, address)
+
+
+@pytest.mark.asyncio(loop_factories=["virtual"])
+@pytest.mark.parametrize("ends", ["is lost", "is closed"])
+async def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_lost(
+    ends: str,
+) -> None:
+    """It is answered once that is known: what is settled here is not unknown."""
+    async with dialled_by_the_producer() as w:
+        p, d, address = w.p, w.d, w.address
+        pull_side, push_side = w.pull_side, w.push_side
+        out, _ = await settled_unheard(w, push=True)
+        deafen(pull_side)
+        push_side._dialled = None
+        push_side.abort("a broken cable")
+        await push_side.wait_closed()
+        await p.connect(address)
+        await w.until(lambda: inside.questions(d))
+        assert not out.done()
+        if ends == "is lost":
+            inside.core(pull_side).fail(kvwire.ConnectionLost("silence"))
+        else:
+            inside.core(pull_side).fail(kvwire.ClosedOK("this side has closed"))
+        inside.run(pull_side)
+        produced = await out
+        if ends == "is lost":
+            assert produced.complete
+        else:
+            (reason,) = produced.missing.reasons
+            assert "nothing is known about it" in reason
+        await w.until(lambda: not inside.registry(d).unsettled)
+        assert not inside.questions(d)
+        link: Any = inside.link(pull_side)
+        del link._turn, link.wake
+        link.wake()
+
+
+@pytest.mark.asyncio(loop_factories=["virtual"])
+async def test_a_producer_that_is_back_while_its_last_link_says_the_last_word() -> None:
+    """One link carries that at a time: it is said again once that one is lost."""
+    async with dialled_by_the_producer() as w:
+        p, d, address = w.p, w.d, w.address
+        push_side = w.push_side
+        out, _ = await settled_unheard(w, push=True)
+        push_side._dialled = None
+        push_side.abort("a broken cable")
+        await w.until(lambda: inside.owed(d))
+        (word,) = inside.owed(d)
+        second = await p.connect(address)
+        w.freeze(second)
+        its_end = await d.accept()
+        await w.until(lambda: word.state is LegState.SETTLED)
+        deafen(its_end)
+        second._dialled = None
+        second.abort("another broken cable")
+        await second.wait_closed()
+        await p.connect(address)
+        await w.until(lambda: inside.questions(d))
+        assert not out.done()
+        inside.core(its_end).fail(kvwire.ConnectionLost("silence"))
+        inside.run(its_end)
+        assert (await out).complete
+        await w.until(lambda: not inside.registry(d).unsettled)
+        assert not inside.questions(d)
+        link: Any = inside.link(its_end)
+        del link._turn, link.wake
+        link.wake()
 
 
 # --- a consumer that closes -----------------------------------------------------------
