@@ -33,7 +33,7 @@ from kvwire.extras import needed_by
 
 with needed_by("a directory in Redis", extra="redis"):
     from redis.asyncio.client import PubSub
-    from redis.exceptions import NoPermissionError
+    from redis.exceptions import AskError, NoPermissionError, TryAgainError
 
 # After this silence a channel is tested with a message of its own, which may take the
 # same time again. Other members' renewals also show that the channel works.
@@ -156,6 +156,9 @@ class RedisDirectory(Directory):
                 pipeline.getrange(name, 0, RECORD_BYTES_MAX)
             values = await pipeline.execute(raise_on_error=False)
             for name, value in zip(page, values, strict=True):
+                # A key on its way has not left, and another one is no record.
+                if isinstance(value, AskError | TryAgainError):
+                    raise value
                 if isinstance(value, Exception) and of_server(value):
                     raise value
                 # It may have expired meanwhile, or not be text.

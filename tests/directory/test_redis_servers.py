@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import signal
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,10 +48,12 @@ from tests.support.proxy import Cut, Direction, Ending, Latency, Proxy
 from tests.support.servers import (
     Server,
     free_port,
+    in_cluster,
     redis_cluster,
     redis_sentinel,
     redis_server,
 )
+from tests.support.waiting import eventually
 
 # Rights that the pages name.
 RIGHTS: Final = {
@@ -132,10 +136,12 @@ async def test_a_server_that_cannot_save(kind: str) -> None:
     ("text", "about_the_server"),
     [
         *((code, True) for code in ("READONLY", "LOADING", "MASTERDOWN", "MISCONF")),
-        *((code, True) for code in ("CLUSTERDOWN", "TRYAGAIN", "NOREPLICAS", "BUSY")),
+        *((code, True) for code in ("CLUSTERDOWN", "NOREPLICAS", "BUSY")),
         *((code, True) for code in ("NOAUTH", "DENIED", "ANOTHER")),
         *((code, False) for code in ("OOM", "WRONGTYPE", "NOPERM", "ERR")),
         ("ERR SELECT is not allowed", False),
+        *((code, False) for code in ("TRYAGAIN a", "ASK 1 a:1", "MOVED 1 a:1")),
+        ("CLUSTERDOWN Hash slot not served", False),
         ("ERR max number of clients reached", True),
     ],
 )
@@ -159,6 +165,91 @@ async def test_a_server_that_is_full(kind: str) -> None:
             plain.config_set("maxmemory", "0")
             # That was one command's failure: it is not passed over.
             assert await write() == ""
+
+
+@pytest.mark.parametrize(
+    ("refusing", "taking", "code"),
+    [
+        (("min-replicas-to-write", "1"), ("min-replicas-to-write", "0"), "NOREPLICAS"),
+        (("maxmemory", "1"), ("maxmemory", "0"), "maxmemory"),
+        (None, ("stop-writes-on-bgsave-error", "no"), "MISCONF"),
+    ],
+    ids=["replicas", "memory", "disk"],
+)
+async def test_a_server_that_refuses_writes_is_read(
+    refusing: tuple[str, str] | None, taking: tuple[str, str], code: str
+) -> None:
+    source, target = Filled(8, seed=1), Filled(8)
+    with (
+        redis_server("--save", "3600 1000000", "--dir", "/proc") as server,
+        Redis("127.0.0.1", server.port) as plain,
+    ):
+        async with BlockStore.open([url_of(server)]) as store:
+
+            async def put(name: str) -> str:
+                put = await store.put(chain(8, name), source.cache, range(8))
+                return " ".join(map(str, put.missing.reasons))
+
+            async def hits() -> int:
+                await inside.tiers(store).memory.empty()
+                outcome = await store.get(chain(8, "first"), target.cache, range(8))
+                return len(outcome.landed)
+
+            assert await put("first") == ""
+            if refusing is None:
+                plain.bgsave()
+            else:
+                plain.config_set(*refusing)
+            await until_refused(partial(put, "refused"), code)
+            assert code in store.report[url_of(server)]
+            for _ in range(4):
+                assert await hits() == 8
+            plain.config_set(*taking)
+            await until_taken(partial(put, "taken"))
+            assert await hits() == 8
+            assert store.report[url_of(server)] == ""
+
+
+async def test_a_key_on_its_way_is_followed_and_its_server_keeps_the_others() -> None:
+    """A slot moves to a new node, which the clients' tables do not have yet."""
+    source, target = Filled(16, seed=1), Filled(16)
+    with (
+        redis_cluster(masters=1) as servers,
+        tempfile.TemporaryDirectory() as folder,
+        redis_server(*in_cluster(folder)) as added,
+        Redis("127.0.0.1", servers[0].port) as old,
+        Redis("127.0.0.1", added.port) as new,
+    ):
+        bus = new.config_get("cluster-port")["cluster-port"]
+        old.cluster("meet", "127.0.0.1", added.port, bus)
+        ids = [str(one.cluster("myid"), "ascii") for one in (old, new)]
+        for one, other in ((old, ids[1]), (new, ids[0])):
+            eventually(lambda one=one, other=other: other in str(one.cluster("nodes")))
+            eventually(lambda one=one: one.cluster("info")["cluster_state"] == "ok")
+        async with BlockStore.open([url_of(servers[0])]) as store:
+
+            async def complete() -> bool:
+                await inside.tiers(store).memory.empty()
+                outcome = await store.get(chain(16), target.cache, range(16))
+                return outcome.complete and store.report[url_of(servers[0])] == ""
+
+            put = await store.put(chain(16), source.cache, range(16))
+            assert put.complete
+            for key in list(old.scan_iter("kvwire*"))[:3]:
+                slot = old.cluster("keyslot", key)
+                new.cluster("setslot", slot, "importing", ids[0])
+                old.cluster("setslot", slot, "migrating", ids[1])
+                old.execute_command("MIGRATE", "127.0.0.1", added.port, key, 0, 2000)
+                assert await complete()
+                for one in (new, old):
+                    one.cluster("setslot", slot, "node", ids[1])
+                assert await complete()
+            assert new.dbsize() == 3
+            new.flushall()
+            assert not await complete()
+            assert (await store.put(chain(16), source.cache, range(16))).complete
+            assert new.dbsize() == 3
+            assert await complete()
 
 
 async def test_blocks_that_were_acknowledged_and_evicted() -> None:

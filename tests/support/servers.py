@@ -102,8 +102,7 @@ def redis_cluster(masters: int = 3) -> Iterator[list[Server]]:
         servers = []
         for _ in range(2 * masters):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            options = f"--dir {folder} --cluster-port {free_port()} " + _CLUSTER
-            servers.append(stack.enter_context(redis_server(*options.split())))
+            servers.append(stack.enter_context(redis_server(*in_cluster(folder))))
         clients = [
             stack.enter_context(Redis("127.0.0.1", server.port)) for server in servers
         ]
@@ -123,6 +122,11 @@ def redis_cluster(masters: int = 3) -> Iterator[list[Server]]:
         for client in clients[masters:]:
             _wait(client, lambda one: one.info()["master_link_status"] == "up")
         yield servers
+
+
+def in_cluster(folder: str) -> list[str]:
+    """The options of a cluster's node without slots."""
+    return f"--dir {folder} --cluster-port {free_port()} {_CLUSTER}".split()
 
 
 def _knows(client: Any, ids: list[bytes]) -> bool:

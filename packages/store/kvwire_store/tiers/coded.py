@@ -81,6 +81,8 @@ class CodedTier(Tier):
         super().__init__(address.text)
         self._codec = codec = codec_of(address)
         self._threads = Threads()
+        # Why an entry could not be decoded; "" once others were.
+        self._undecoded = ""
         self.lossy: str = codec.name if codec is not None and codec.lossy else ""
 
     @abstractmethod
@@ -129,6 +131,10 @@ class CodedTier(Tier):
             results[at] = await self._threads.run(job)
 
         await gather_all(*map(decode, _lanes(which.size)))
+        if self._undecoded and (results[which] == LANDED).all():
+            if self.error == self._undecoded:
+                self.error = ""
+            self._undecoded = ""
         return results
 
     # --- on a thread ------------------------------------------------------------------
@@ -168,7 +174,7 @@ class CodedTier(Tier):
                 decode_entry(image[: sizes[at]].copy(), form, image, self.lossy)
             except (IntegrityError, ModuleNotFoundError) as exc:
                 results[at] = FAILED
-                self.error = str(exc)
+                self.error = self._undecoded = str(exc)
         return results
 
 

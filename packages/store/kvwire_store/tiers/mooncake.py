@@ -163,7 +163,7 @@ class MooncakeTier(KeyValueTier):
         nbytes = int(batch.images.lengths[0])
         step = self._buffer_bytes // (HEAD_BYTES + nbytes)
         if not step:
-            self.note(self._too_large(nbytes))
+            self.note("put", self._too_large(nbytes))
             results.fill(REFUSED)
             return results
         for first in range(0, batch.keys.size, step):
@@ -192,9 +192,9 @@ class MooncakeTier(KeyValueTier):
         full = np.array(codes) == _NO_ROOM
         results[full] = REFUSED
         if full.any():
-            self.note("its segments have no room")
+            self.note("put", "its segments have no room")
         elif (results == FAILED).any():
-            self.note(f"error {min(codes)} of a put")
+            self.note("put", f"error {min(codes)} of a put")
         return results.astype(np.uint8)
 
     async def _get_part(self, batch: Batch) -> BlockResults:
@@ -215,7 +215,7 @@ class MooncakeTier(KeyValueTier):
         if codes is not None:
             results[np.array(codes) == _NOT_FOUND] = MISSING
             if (results == FAILED).any():
-                self.note(f"error {min(codes)} of a get")
+                self.note("get", f"error {min(codes)} of a get")
         return results
 
     async def remove(self, keys: Keys) -> Bits:
@@ -226,7 +226,7 @@ class MooncakeTier(KeyValueTier):
             return np.zeros(keys.size, np.bool_)
         gone: Bits = np.isin(np.array(codes), (0, _NOT_FOUND))
         if not gone.all():
-            self.note(f"error {min(codes)} of a remove")
+            self.note("remove", f"error {min(codes)} of a remove")
         return gone
 
     # --- calls ------------------------------------------------------------------------

@@ -6,7 +6,8 @@ failover, eviction and expiry.
 A call's keys are grouped by server. Each server gets its group as pipelines, and all
 servers are called at the same time. A server that fails, or misses the deadline, is
 skipped until a task has found a server that accepts writes, or has reread the cluster's
-slot table; see :mod:`kvwire.directory.redis_servers`.
+slot table; see :mod:`kvwire.directory.redis_servers`. A server that refuses writes is
+still read, and an error that concerns one key is that key's alone.
 
 An image is copied once, after its head, before it is written: redis-py may touch the
 memory that it gets for as long as its connection lives, and does not report its end.
@@ -15,13 +16,13 @@ memory that it gets for as long as its connection lives, and does not report its
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Final, TypeAlias
 
 import numpy as np
 
-from kvwire.aio import gather_all
+from kvwire.aio import Upkeep, gather_all
 from kvwire.directory.redis_servers import (
     FAULTS,
     TLS_OPTIONS,
@@ -29,13 +30,20 @@ from kvwire.directory.redis_servers import (
     RedisServers,
     as_pattern,
     of_server,
+    of_writes,
 )
 from kvwire.errors import UsageError, error_text, printable
 from kvwire.extras import needed_by
 from kvwire.kv.blocks import Bits
 from kvwire_store.address import TierAddress
 from kvwire_store.keys import Keys
-from kvwire_store.limits import STORE_PIPELINE_BYTES, STORE_TTL_S_MAX
+from kvwire_store.limits import (
+    STORE_NODE_TIMEOUT_S,
+    STORE_PIPELINE_BYTES,
+    STORE_REDIAL_S,
+    STORE_REDIAL_S_MAX,
+    STORE_TTL_S_MAX,
+)
 from kvwire_store.tiers.base import (
     DAMAGED,
     FAILED,
@@ -86,8 +94,13 @@ class RedisTier(KeyValueTier):
         ttl_s = address.number("ttl", 0, STORE_TTL_S_MAX)
         self._expiry: Command = ("PX", max(1, int(ttl_s * 1000))) if ttl_s else ()
         self._touches = Touches()
-        # Servers that have failed since the servers were last looked up.
+        # Servers that have failed since the servers were last looked up, and servers
+        # that refuse writes: these may still be read.
         self._failing: set[str] = set()
+        self._refusing: set[str] = set()
+        self._writes = Upkeep(
+            STORE_REDIAL_S, STORE_NODE_TIMEOUT_S, steady_s=STORE_REDIAL_S_MAX
+        )
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
@@ -95,7 +108,7 @@ class RedisTier(KeyValueTier):
 
     @property
     def taking(self) -> bool:
-        return self._servers.client is not None
+        return self._servers.client is not None and "" not in self._refusing
 
     def touch(self, keys: Keys) -> None:
         """Record a use, which is sent with the next lookup."""
@@ -112,7 +125,7 @@ class RedisTier(KeyValueTier):
                 return "GETRANGE", name, 0, HEAD_BYTES - 1
             return "TOUCH", name
 
-        answers = await self._ask(np.concatenate([keys, touched]), command)
+        answers = await self._ask("get", np.concatenate([keys, touched]), command)
         found = answers[: keys.size]
         self._require("GETRANGE", found, bytes)
         return [one if isinstance(one, bytes) else BlockResult.FAILED for one in found]
@@ -124,7 +137,7 @@ class RedisTier(KeyValueTier):
             return "SET", name, values[at].data, *self._expiry
 
         nbytes = HEAD_BYTES + int(batch.images.lengths.max())
-        done = await self._ask(batch.keys, command, nbytes)
+        done = await self._ask("put", batch.keys, command, nbytes)
         # Where the server does not answer OK, the client returns None or False.
         self._require("SET", [one or None for one in done], bool)
         results = np.where([one is True for one in done], LANDED, FAILED)
@@ -136,7 +149,7 @@ class RedisTier(KeyValueTier):
         nbytes = HEAD_BYTES + int(batch.images.lengths[0])
         # Values that are too long are not read. A GETRANGE needs one round trip, but
         # takes a server three times as long as a GET.
-        answers = await self._ask(batch.keys, lambda _, name: ("STRLEN", name))
+        answers = await self._ask("get", batch.keys, lambda _, name: ("STRLEN", name))
         self._require("STRLEN", answers, int)
         results = np.full(batch.keys.size, FAILED)
         results[[one == 0 for one in answers]] = MISSING
@@ -144,7 +157,7 @@ class RedisTier(KeyValueTier):
         fit = [isinstance(one, int) and 0 < one <= nbytes for one in answers]
         which = np.flatnonzero(fit)
         values = await self._ask(
-            batch.keys[which], lambda _, name: ("GET", name), nbytes
+            "get", batch.keys[which], lambda _, name: ("GET", name), nbytes
         )
         self._require("GET", values, bytes, type(None))
         results[which[[one is None for one in values]]] = MISSING
@@ -155,7 +168,7 @@ class RedisTier(KeyValueTier):
         return results
 
     async def remove(self, keys: Keys) -> Bits:
-        done = await self._ask(keys, lambda _, name: ("UNLINK", name))
+        done = await self._ask("remove", keys, lambda _, name: ("UNLINK", name))
         return ~np.fromiter(map(_is_error, done), np.bool_, len(done))
 
     async def remove_folder(self, folder: str) -> None:
@@ -183,65 +196,82 @@ class RedisTier(KeyValueTier):
 
     async def _ask(
         self,
+        what: str,
         keys: Keys,
         command: Callable[[int, str], Command],
         nbytes: int = HEAD_BYTES,
     ) -> list[Any]:
-        """Send a command for each key; return each answer, or an error in its place."""
+        """Send a command for each key; return each answer, or an error in its place.
+
+        Args:
+            what: The kind of request, see :meth:`note`.
+            keys: The blocks.
+            command: Makes a command of a position and the name of a value.
+            nbytes: How long a command or its answer may be.
+        """
         away = ConnectionError(self.error or "it is not connected")
         done: list[Any] = [away] * keys.size
         if self._servers.client is None:
             return done
         most = max(1, STORE_PIPELINE_BYTES // nbytes)
+        writes = what == "put"
 
-        async def ask(client: RedisClient, server: str, positions: list[int]) -> None:
+        async def ask(client: RedisClient, node: Any, positions: list[int]) -> None:
+            server = node.name if node is not None else ""
             for first in range(0, len(positions), most):
                 some = positions[first : first + most]
-                if server in self._failing:
+                if server in self._failing or (writes and server in self._refusing):
                     return
-                commands = (command(at, self.value_name(keys[at])) for at in some)
-                answers = await self._pipelined(client, server, commands)
+                commands = [command(at, self.value_name(keys[at])) for at in some]
+                answers = await self._sent(what, client, node, commands)
                 for at, answer in zip(some, answers, strict=False):
                     done[at] = answer
 
         async with self._servers.use() as client:
             servers = self._by_server(client, keys)
-            await gather_all(*(ask(client, *one) for one in servers.items()))
+            await gather_all(*(ask(client, *one) for one in servers))
         return done
 
-    async def _pipelined(
-        self, client: RedisClient, server: str, commands: Iterable[Command]
+    async def _sent(
+        self, what: str, client: RedisClient, node: Any, commands: list[Command]
     ) -> list[Any]:
         """Send commands to one server; return the answers, or nothing if it fails."""
-        pipeline = client.commands.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
+        server = node.name if node is not None else ""
         try:
             async with asyncio.timeout(self._timeout_s):
-                answers: list[Any] = await pipeline.execute(raise_on_error=False)
+                answers = await client.ask(node, commands)
         except FAULTS as exc:
             if isinstance(exc, TimeoutError):
                 exc = TimeoutError(f"no answer within {self._timeout_s:g} s")
             self._lost(client, exc, server)
             return []
         errors = [one for one in answers if _is_error(one)]
+        refusal = next(filter(of_writes, errors), None)
         away = next(filter(of_server, errors), None)
-        if away is not None:
+        if refusal is not None:
+            self._writes_refused(client, refusal, server)
+        elif away is not None:
             self._lost(client, away, server)
         elif errors:
-            self.note(error_text(errors[-1]))
+            self.note(what, error_text(errors[-1]))
         return answers
 
     def _require(self, command: str, answers: list[Any], *kinds: type) -> None:
         """Note it if an answer is neither an error nor of one of these types."""
         if not all(_is_error(one) or isinstance(one, kinds) for one in answers):
-            self.note(f"its answer to {command} is none that Redis gives")
+            what = "put" if command == "SET" else "get"
+            self.note(what, f"its answer to {command} is none that Redis gives")
 
-    def _by_server(self, client: RedisClient, keys: Keys) -> dict[str, list[int]]:
-        """Return the positions of keys by server; omit keys without a server."""
+    def _by_server(
+        self, client: RedisClient, keys: Keys
+    ) -> list[tuple[Any, list[int]]]:
+        """Return each cluster node with its keys' positions; None is a single server.
+
+        Keys without a server are omitted.
+        """
         if isinstance(client.commands, Redis):
-            return {"": list(range(keys.size))}
-        servers: dict[str, list[int]] = {}
+            return [(None, list(range(keys.size)))]
+        servers: dict[str, tuple[Any, list[int]]] = {}
         for at, key in enumerate(keys.tolist()):
             try:
                 node = client.commands.get_node_from_key(self.value_name(key))
@@ -249,8 +279,8 @@ class RedisTier(KeyValueTier):
                 self._lost(client, exc, "?")
                 continue
             if node is not None:
-                servers.setdefault(node.name, []).append(at)
-        return servers
+                servers.setdefault(node.name, (node, []))[1].append(at)
+        return list(servers.values())
 
     # --- the connection ---------------------------------------------------------------
 
@@ -261,6 +291,29 @@ class RedisTier(KeyValueTier):
             if isinstance(client.commands, Redis):
                 self._servers.drop(client)
 
+    def _writes_refused(
+        self, client: RedisClient, error: BaseException, server: str
+    ) -> None:
+        """Stop writing to a server until it, or another in its place, takes writes."""
+        if client is self._servers.client:
+            self.note("put", f"{server} {error_text(error)}".strip())
+            self._refusing.add(server)  # bounded: the servers of a cluster
+            self._writes.lost(self.error)
+            self._writes.start(self._take_again)
+
+    async def _take_again(self) -> None:
+        """Look for servers that accept writes after each pause, until all do."""
+        async for _ in self._writes:
+            try:
+                self._refusing &= await self._servers.renew(self._refusing)
+            except Exception as exc:  # noqa: BLE001 - or nobody would ever ask again
+                self.note("put", error_text(exc))
+            if not self._refusing:
+                self._writes.back()
+                self.settle("put")
+                return
+            self._writes.lost(self.error)
+
     def lost(self, error: BaseException, server: str = "") -> None:
         self._failing.add(server)  # bounded: the servers of a cluster
         super().lost(error, server)
@@ -269,6 +322,7 @@ class RedisTier(KeyValueTier):
         await self._servers.connect()
 
     async def disconnect(self) -> None:
+        await self._writes.close()
         await self._servers.close()
 
     async def is_back(self) -> bool:

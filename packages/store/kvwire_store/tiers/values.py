@@ -125,6 +125,8 @@ class KeyValueTier(ValueIO, CodedTier):
             STORE_REDIAL_S, STORE_NODE_TIMEOUT_S, steady_s=STORE_REDIAL_S_MAX
         )
         self._memory = _Memory() if self.remembers else None
+        # The last failure of each kind of request that has not succeeded since.
+        self._noted: dict[str, str] = {}
 
     @classmethod
     async def open(cls, address: TierAddress) -> Self:
@@ -166,6 +168,8 @@ class KeyValueTier(ValueIO, CodedTier):
             orders, asked = memory.look_up(keys)
             before = memory.versions(keys[asked])
         heads = await self.heads(keys[asked]) if asked.size else []
+        if heads and not any(head is BlockResult.FAILED for head in heads):
+            self.settle("get")
         names = keys[asked].tolist()
         # An answer from before a put or delete is outdated after it.
         same = [False] * asked.size
@@ -198,6 +202,7 @@ class KeyValueTier(ValueIO, CodedTier):
                 memory.end(keys, repeat(ABSENT))
         if left:
             raise OSError(f"{self.name}: could not delete {left} values: {self.error}")
+        self.settle("remove")
 
     async def delete_namespace(self, digest: bytes) -> None:
         """Remove every value of a namespace."""
@@ -218,14 +223,25 @@ class KeyValueTier(ValueIO, CodedTier):
         """Return the name of a block's value."""
         return self._prefix + path_of(key)
 
-    def note(self, error: str) -> None:
-        """Record a failure that does not mean that the service is unreachable."""
-        self.error = printable(error)
+    def note(self, what: str, error: str) -> None:
+        """Record a failure that does not mean that the service is unreachable.
+
+        Args:
+            what: The kind of request: put, get or remove. ``error`` keeps the text
+                until a request of this kind succeeds.
+            error: Why it failed.
+        """
+        self.error = self._noted[what] = printable(error)
+
+    def settle(self, what: str) -> None:
+        """Record that a request of a kind has succeeded."""
+        if self._noted.pop(what, ""):
+            self.error = self._upkeep.reason or next(iter(self._noted.values()), "")
 
     def lost(self, error: BaseException, server: str = "") -> None:
         """Record that the service is unreachable; a task retries until it is back."""
         text = error_text(error).partition("\n")[0]
-        self.note(f"{server} {text}".strip())
+        self.error = printable(f"{server} {text}".strip())
         self._upkeep.lost(self.error)
         self._upkeep.start(self._bring_back)
 
@@ -243,11 +259,16 @@ class KeyValueTier(ValueIO, CodedTier):
 
     async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         if (memory := self._memory) is None:
-            return await self.put(batch)
+            results = await self.put(batch)
+            if (results == LANDED).all():
+                self.settle("put")
+            return results
         memory.begin(batch.keys)
         orders: Iterable[int | None] = repeat(None)
         try:
             results = await self.put(batch)
+            if (results == LANDED).all():
+                self.settle("put")
             landed = (results == LANDED).tolist()
             named = zip(landed, batch.orders.tolist(), strict=True)
             orders = [order if there else None for there, order in named]
@@ -259,6 +280,8 @@ class KeyValueTier(ValueIO, CodedTier):
         memory = self._memory
         before = [] if memory is None else memory.versions(batch.keys)
         results = await self.get_into(batch)
+        if (results == LANDED).all():
+            self.settle("get")
         if memory is None:
             # Otherwise the next put would assume that these blocks exist.
             if (damaged := batch.keys[results == DAMAGED]).size:
@@ -281,10 +304,11 @@ class KeyValueTier(ValueIO, CodedTier):
             try:
                 if await self.is_back():
                     self._upkeep.back()
-                    self.note("")
+                    self._noted.clear()
+                    self.error = ""
                     return
             except Exception as exc:  # noqa: BLE001 - or nobody would ever ask again
-                self.note(error_text(exc))
+                self.error = printable(error_text(exc))
             self._upkeep.lost(self.error)
 
 
