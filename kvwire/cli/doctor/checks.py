@@ -24,6 +24,7 @@ from kvwire import UsageError
 from kvwire.backend import Finding
 from kvwire.limits import LANES_MAX, MIB
 from kvwire.memory import pieces
+from kvwire.memory.container import memory_limit
 from kvwire.types import in_bytes
 
 # A driver that hangs must not hang the doctor.
@@ -301,6 +302,14 @@ def _shared_memory(host: HostFiles) -> Judgement:
     )
 
 
+def _container_memory(host: HostFiles) -> Judgement:
+    """Judge the container's limit, beyond which the system kills its processes."""
+    limit = memory_limit(host.root, host.process)
+    if limit is None:
+        return "no limit", ""
+    return f"at most {limit}; a store's memory tier has to be smaller", ""
+
+
 def _libraries(host: HostFiles) -> Judgement:
     """Judge duplicates of a loaded library: ai-dynamo/nixl #1668, vLLM #32379."""
     loaded: dict[str, set[str]] = {"nccl": set(), "ucp": set()}
@@ -359,6 +368,7 @@ _CHECKS: Final[dict[str, Callable[[HostFiles], Judgement]]] = {
     "PID namespace": _pid_namespace,
     "ptrace scope": _ptrace,
     "shared memory": _shared_memory,
+    "container memory": _container_memory,
     "UCX and NCCL": _libraries,
     "descriptors": _descriptors,
     "copies": _copies,

@@ -35,8 +35,10 @@ from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.plan import TransferPlan
 from kvwire.limits import KIB, SNAPSHOT_ROWS_MAX
+from kvwire.memory.container import memory_limit, resident_bytes
 from kvwire.memory.device.device_copies import DeviceCopies
 from kvwire.spi import RINGS, CallSnapshot, PartSnapshot, show_part
+from kvwire.types import in_bytes
 from kvwire_store.address import TierAddress
 from kvwire_store.counters import StoreCounters
 from kvwire_store.eviction import EVICTIONS
@@ -655,6 +657,7 @@ class OpeningStore(Opening):
                 opened.push_async_callback(_close_to_end, below[-1].close)
             memory = self._tiers[0]
             populate = memory.choice("populate", ("yes", "no"), "no") == "yes"
+            _compare_with_container(memory)
             try:
                 store = BlockStore(memory, below, self._write, self._tenants)
             except MemoryError as exc:
@@ -670,3 +673,27 @@ class OpeningStore(Opening):
                 await run_to_completion(asyncio.to_thread(tier.populate))
             opened.pop_all()
         return store
+
+
+def _compare_with_container(memory: TierAddress) -> None:
+    """Refuse memory that this process's container would be killed for."""
+    limit = memory_limit()
+    nbytes = memory.size(memory.place)
+    if limit is None:
+        return
+    if nbytes > limit.nbytes:
+        raise UsageError(
+            f"tier {memory.text!r}: this machine cannot hold it: it is larger than the "
+            f"memory of this process's container, {limit}, and the system kills the "
+            "process once that is full; open a smaller tier or raise the limit"
+        )
+    rest = limit.nbytes - resident_bytes()
+    if nbytes > rest:
+        logger.warning(
+            "tier %r and what this process uses already are more than the memory of "
+            "its container, %s: the system kills it once that is full; open a tier of "
+            "less than %s or raise the limit",
+            memory.text,
+            limit,
+            in_bytes(max(0, rest)),
+        )

@@ -14,6 +14,7 @@ import pytest
 from kvwire import ClosedOK, KVSpec, PagedCache, UsageError
 from kvwire.kv import plan as plan_module
 from kvwire.kv.layout import Layout
+from kvwire.memory.container import MemoryLimit
 from kvwire_certify.conformance.rig import open_descriptors
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store import store as store_module
@@ -399,7 +400,7 @@ async def test_every_close_waits_for_the_end() -> None:
         (["memory"], "memory:8GiB"),
         (["disk:a?size=1GiB"], "begin with memory:SIZE"),
         (["memory:8 parsecs"], "8GiB"),
-        (["memory:900TiB"], "this machine cannot allocate"),
+        (["memory:900TiB"], "this machine cannot"),
         (["memory:1GiB?slap=4"], "unknown option 'slap'"),
         (["memory:1MiB?populate=1"], "yes or no"),
         (["memory:1GiB", "tape:a"], "unknown kind 'tape'"),
@@ -492,3 +493,19 @@ def test_a_store_that_is_dropped_keeps_neither_lock_nor_memory(tmp_path: Path) -
         with pytest.warns(ResourceWarning, match=r"was never closed: use `async with`"):
             forgotten = forget()
         assert forgotten
+
+
+@pytest.mark.parametrize("populate", ["yes", "no"])
+async def test_memory_beyond_its_container_is_refused_and_too_much_is_said(
+    populate: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = MemoryLimit(64 << 20, Path("/sys/fs/cgroup/a/memory.max"))
+    monkeypatch.setattr("kvwire_store.store.memory_limit", lambda: limit)
+    monkeypatch.setattr("kvwire_store.store.resident_bytes", lambda: 60 << 20)
+    with pytest.raises(UsageError, match="64 MiB .*memory.max"):
+        await BlockStore.open([f"memory:65MiB?populate={populate}"])
+    async with BlockStore.open([f"memory:4MiB?populate={populate}"]):
+        assert not caplog.messages
+    async with BlockStore.open([f"memory:5MiB?populate={populate}"]):
+        (message,) = caplog.messages
+        assert "less than 4 MiB" in message

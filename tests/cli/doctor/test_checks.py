@@ -29,6 +29,10 @@ NCCL = "7f05-7f06 r-xp 00000000 08:01 13 /opt/nvidia/nccl/lib/libnccl.so.2\n"
 LIMITS = "proc/self/limits"
 ALLOC = "PYTORCH_CUDA_ALLOC_CONF"
 KUBERNETES = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+V2 = {
+    "proc/self/cgroup": "0::/a\n",
+    "sys/fs/cgroup/a/memory.max": f"{200 << 20}\n",
+}
 LOW = limits(locked="65536")
 
 
@@ -89,6 +93,8 @@ FILES: list[tuple[str, dict[str, str], str, str]] = [
     ("PID namespace", {".dockerenv": ""}, "in a container (docker)", ""),
     ("PID namespace", {"run/.containerenv": ""}, "container (podman)", ""),
     ("shared memory", {}, "there is no /dev/shm", ""),
+    ("container memory", {}, "no limit", ""),
+    ("container memory", V2, "at most 200 MiB", ""),
     ("UCX and NCCL", maps(OTHERS), "loaded: none", ""),
     ("UCX and NCCL", maps(UCP, UCP), "loaded: /usr/lib/libucp.so.0.0.0", ""),
     ("UCX and NCCL", maps(UCP, NIXL, NCCL), f"libucp: {BOTH_UCX}", "keep one"),
