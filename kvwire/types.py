@@ -503,8 +503,14 @@ def in_bytes(count: int) -> str:
 
 
 def numeric_host(sockaddr: tuple[Any, ...]) -> str:
-    """Return the host of a socket's address, with the scope of a link-local one."""
-    host = str(sockaddr[0])
+    """Return the host of a socket's address, with the scope of a link-local one.
+
+    An IPv4 address that a socket of both families shows as ``::ffff:10.0.0.7`` is
+    returned as itself.
+    """
+    host = str(sockaddr[0]).removeprefix("::ffff:")
+    if host != sockaddr[0] and ":" in host:
+        host = str(sockaddr[0])
     scope = sockaddr[3] if len(sockaddr) > 3 else 0
     return f"{host}%{scope}" if scope else host
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
+from kvwire.aio import listening_socket
 from kvwire.backend import (
     Availability,
     Backend,
@@ -90,16 +91,9 @@ class TcpBackend(Backend):
             return self._wire(sock, Role.SERVER)
 
         with contextlib.ExitStack() as undo:
-            sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            sock = undo.enter_context(listening_socket(family, sockaddr, _BACKLOG))
             keep_from_children(sock)
             sock.setblocking(False)
-            # A restart must not wait for the connections of its predecessor to expire.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                # Otherwise "::" would include every IPv4 address.
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(sockaddr)
-            sock.listen(_BACKLOG)
             listener = TcpListener(sock, accept, accepted, self._pending_lanes, loop)
             undo.pop_all()
         return listener

@@ -17,9 +17,10 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http import HTTPStatus
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 from kvwire import ListenError
+from kvwire.aio import listening_socket
 from kvwire.backend import keep_from_children
 from kvwire.errors import shown
 from kvwire.types import Address
@@ -35,6 +36,7 @@ _THREADS: Final = 4
 _HEAD_BYTES_MAX: Final = 16 * 1024
 # The longest time that a client is waited for.
 _SILENT_S: Final = 5.0
+_BACKLOG: Final = 128
 _HEALTH: Final = "/health"
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
@@ -194,10 +196,7 @@ class HttpThread:
 def _listening(host: str, port: int) -> socket.socket:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, sockaddr = found[0]
-    where: Any = sockaddr
-    # All interfaces are those of both families.
-    both = where[0] == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(where, family=family, dualstack_ipv6=both)
+    return listening_socket(family, sockaddr, _BACKLOG)
 
 
 def _text(status: HTTPStatus, text: str) -> bytes:

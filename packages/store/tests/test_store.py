@@ -502,7 +502,7 @@ async def test_memory_beyond_its_container_is_refused_and_too_much_is_said(
     limit = MemoryLimit(64 << 20, Path("/sys/fs/cgroup/a/memory.max"))
     monkeypatch.setattr("kvwire_store.store.memory_limit", lambda: limit)
     monkeypatch.setattr("kvwire_store.store.resident_bytes", lambda: 60 << 20)
-    with pytest.raises(UsageError, match="64 MiB .*memory.max"):
+    with pytest.raises(UsageError, match=r"64 MiB .*memory\.max"):
         await BlockStore.open([f"memory:65MiB?populate={populate}"])
     async with BlockStore.open([f"memory:4MiB?populate={populate}"]):
         assert not caplog.messages

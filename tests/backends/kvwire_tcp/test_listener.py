@@ -22,6 +22,7 @@ from kvwire_tcp.options import tune
 from kvwire_tcp.waiting import hands_shaken, sent
 from kvwire_tcp.wire import PlainWire, Wire
 from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder
+from tests.support.pairs import until
 
 
 def has_ipv6() -> bool:
@@ -43,6 +44,22 @@ async def test_an_ipv6_address_is_not_bound_for_ipv4_as_well() -> None:
     only = listener._sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
     await listener.close()
     assert only
+
+
+async def test_all_interfaces_are_those_of_both_families() -> None:
+    """And a peer of IPv4 is seen at its own address."""
+    accepted: list[Link] = []
+    listener = await TcpBackend().listen(Address("tcp", "::", 0), accepted.append)
+    hosts = ["127.0.0.1", *(["::1"] if has_ipv6() else [])]
+    links = [
+        await TcpBackend().connect(Address("tcp", host, listener.address.port))
+        for host in hosts
+    ]
+    await until(lambda: len(accepted) == len(hosts))
+    assert [link.remote_address.host for link in accepted] == hosts
+    for link in links + accepted:
+        link.abort()
+    await listener.close()
 
 
 @pytest.mark.parametrize("host", ["", "no such host", "203.0.113.1"])

@@ -129,7 +129,7 @@ def test_a_check_says_what_is_so_and_what_to_do(
     """What has a remedy is a warning."""
     host = HostFiles(root=tree(tmp_path, files), environment=environment)
     found = {finding.name: finding for finding in check(host)}
-    assert len(found) == 10
+    assert len(found) == 11
     assert text in found[name].text
     assert remedy in found[name].remedy
     assert bool(found[name].remedy) is bool(remedy)

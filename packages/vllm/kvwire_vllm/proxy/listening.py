@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 from contextlib import ExitStack
 from typing import Any, Final
 
+from kvwire.aio import EVERYWHERE, NOT_OF_THIS_HOST, listening_socket
 from kvwire.errors import ListenError
 
-EVERYWHERE: Final = "::"
-"""The spelling of all interfaces, of IPv6 and IPv4, whichever this host has."""
-
 _BACKLOG: Final = 1024
-_NOT_OF_THIS_HOST: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -45,9 +41,11 @@ def listen(host: str, port: int) -> list[socket.socket]:
             for family, *_, address in dict.fromkeys(found):
                 where: Any = (address[0], port, *address[2:])
                 try:
-                    sockets.append(undo.enter_context(_bound(family, where)))
+                    sockets.append(
+                        undo.enter_context(listening_socket(family, where, _BACKLOG))
+                    )
                 except OSError as exc:
-                    if exc.errno not in _NOT_OF_THIS_HOST:
+                    if exc.errno not in NOT_OF_THIS_HOST:
                         raise
                     missing = exc
                     continue
@@ -61,16 +59,3 @@ def listen(host: str, port: int) -> list[socket.socket]:
             raise ListenError(f"cannot listen at {where}: {exc.strerror}") from None
         undo.pop_all()
     return sockets
-
-
-def _bound(family: socket.AddressFamily, address: Any) -> socket.socket:
-    with ExitStack() as undo:
-        sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            one_family = address[0] != EVERYWHERE
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, one_family)
-        sock.bind(address)
-        sock.listen(_BACKLOG)
-        undo.pop_all()
-    return sock

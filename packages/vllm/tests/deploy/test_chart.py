@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from kvwire.types import Address
 from kvwire_vllm.config import VllmSettings
 from kvwire_vllm.proxy.command import _parser as parser_of_the_proxy
 from tests.support.linters import INSTALL, checked
@@ -118,6 +121,7 @@ def test_the_manifests(use: str, version: str) -> None:
         ({"directory": "valkey"}, "directory"),
         ({"store": {"memory": "8Gi"}}, "memory"),
         ({"replicas": 3}, "replicas"),
+        ({"family": "IPv5"}, "family"),
     ],
 )
 def test_values_that_cannot_work_are_refused(change: dict[str, Any], why: str) -> None:
@@ -125,9 +129,9 @@ def test_values_that_cannot_work_are_refused(change: dict[str, Any], why: str) -
         helm({**values_of("names-values.yaml"), **change})
 
 
-def containers(use: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def containers(use: str, **more: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The containers of the pods, each with its pod's name."""
-    for document in rendered(values_of(use)):
+    for document in rendered({**values_of(use), **more}):
         if document["kind"] in {"StatefulSet", "Deployment"}:
             (container,) = document["spec"]["template"]["spec"]["containers"]
             yield document["metadata"]["name"], container
@@ -157,6 +161,25 @@ def test_pods_run_what_there_is(use: str) -> None:
                     known = set(VllmSettings.__struct_fields__) | CONFIG_KEYS
                     assert keys <= known
                     assert ("directory" in keys) == (use == "directory-values.yaml")
+
+
+@pytest.mark.parametrize("pod", ["10.0.0.7", "fd00:10:244::7"])
+@pytest.mark.parametrize("use", USES)
+def test_pods_of_both_families(use: str, pod: str) -> None:
+    """Their engines listen where they are, and the store everywhere."""
+    family = "IPv6" if ":" in pod else "IPv4"
+    for name, container in containers(use, family=family):
+        text = " ".join(container["args"]).replace("$(POD_IP)", pod)
+        if name == "fleet-store":
+            assert "--listen=[::]:7500" in text
+            assert "--metrics=[::]:9400" in text
+        elif name == "fleet-proxy":
+            assert "--host=::" in text
+        else:
+            (listen,) = re.findall(r'"listen":"([^"]+)"', text)
+            assert Address.parse(listen).host == pod
+            for url in re.findall(r'"http":"([^"]+)"', text):
+                assert urlsplit(url).hostname == pod
 
 
 def test_the_proxy_is_given_every_engine() -> None:

@@ -20,10 +20,11 @@ capabilities: {drop: [ALL]}
 
 {{/* --kv-transfer-config of an engine: kvwire between engines, and a store beside it. */}}
 {{- define "kvwire.transfer" -}}
-{{- $extra := dict "listen" "$(POD_IP):7400" "trust" "psk" "psk_file" "/key/key" }}
+{{- $pod := ternary "[$(POD_IP)]" "$(POD_IP)" (eq .Values.family "IPv6") }}
+{{- $extra := dict "listen" (printf "%s:7400" $pod) "trust" "psk" "psk_file" "/key/key" }}
 {{- if .Values.directory }}
 {{- $_ := set $extra "directory" .Values.directory }}
-{{- $_ := set $extra "http" "http://$(POD_IP):8100" }}
+{{- $_ := set $extra "http" (printf "http://%s:8100" $pod) }}
 {{- $_ := set $extra "role" .role }}
 {{- end }}
 {{- $engine := dict "kv_connector" "KvwireConnector" "kv_role" "kv_both" "kv_load_failure_policy" "recompute" "kv_connector_extra_config" $extra }}
