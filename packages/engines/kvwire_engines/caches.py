@@ -28,7 +28,7 @@ from kvwire.errors import UsageError
 from kvwire.kv.hashing import HashScheme
 from kvwire.kv.layout import AxisOrder
 from kvwire.kv.spec import dtype_name
-from kvwire_engines.conventions import require_pair
+from kvwire_engines.conventions import Meaning, Turned, is_known, require_pair
 from kvwire_store import BlockStore
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Any
@@ -96,14 +96,20 @@ class Caches(ABC):
                 "kvwire_store.weights.weights_name(folder), or a text that names the "
                 "weights, the same in all processes that share KV"
             )
-        for other in others:
-            require_pair(other, self.engine, self._config(model))
         self._store = store
         self._weights = weights
         self._tenant = tenant
         self._scheme = HashScheme(block_tokens)
         self._sources = (self.engine, *others)
         self._shape = self._measure(model)
+        meaning, turned = self._meaning(model)
+        width = self._shape.width
+        for other in others:
+            require_pair(other, self.engine, meaning, turned, width)
+        # KV of which too little is known has a name of its own, and is found by the
+        # same engine alone.
+        known = is_known(meaning, turned, width)
+        self._digest = meaning.digest if known else f"own {meaning.digest}"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._weights}; {self._shape}>"
@@ -242,8 +248,8 @@ class Caches(ABC):
     # --- of each engine ---------------------------------------------------------------
 
     @abstractmethod
-    def _config(self, model: Any) -> Any:
-        """Return the model's config, with the fields of its config.json."""
+    def _meaning(self, model: Any) -> tuple[Meaning, Turned]:
+        """Return what the model's KV means, and the rotation of its first layer."""
 
     @abstractmethod
     def _measure(self, model: Any) -> Shape:
@@ -282,7 +288,7 @@ class Caches(ABC):
         return blocks
 
     def _spec(self, shape: Shape, source: str) -> KVSpec:
-        named = f"{self._weights} {source} {shape.form}".rstrip()
+        named = f"{self._weights} {source} {self._digest} {shape.form}".rstrip()
         return KVSpec(
             layers=shape.layers,
             kv_heads=shape.kv_heads,

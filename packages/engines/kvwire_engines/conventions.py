@@ -1,17 +1,29 @@
 """Whose KV can be used by whom: what keys and values mean in each engine.
 
-Keys are stored after the rotation by position (RoPE), so two engines have the same KV
-only if they rotate the same pairs of elements by the same angles, and keep heads in the
-same order. These engines do, for the models and rotations in the tables below; each
-entry has a test that compares both engines' KV and tokens. Everything else is refused
-by name. KV of another engine differs in the last bits from what an engine computes
-itself, as it does between two batch sizes; so it is used only where a program asks for
-it.
+Keys are kept after the rotation by position (RoPE). So two engines have the same KV
+only if they rotate the same pairs of elements by the same angles, keep heads in the
+same order, and attend to the same tokens. For the models and rotations in the tables
+below that is known, and each entry has a test that compares both engines' tokens and
+logits. Everything else is refused by name.
+
+A config.json is not enough: mlx_lm ignores the ``rope_parameters`` that transformers 5
+writes for some models, and then computes other keys without a word. So each side names
+the rotation that *its* engine has read, and checks that name against the angles of the
+loaded model. KV of engines that have read different rotations is never found.
+
+KV of another engine differs in the last bits from what an engine computes itself, as it
+does between two batch sizes. So it is used only where a program asks for it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvwire.errors import UsageError
 
@@ -25,43 +37,134 @@ MODELS: Final = ("llama", "mistral", "qwen2", "qwen3")
 ROTATIONS: Final = ("default", "linear", "llama3")
 """``rope_type`` in config.json: the angles of the others depend on the engine."""
 
+Vector: TypeAlias = npt.NDArray[np.float64]
+Turned: TypeAlias = Callable[[int], Any]
+"""Return a head of ones that the model has rotated for a position, in float32."""
 
-def require_pair(source: str, target: str, config: Any) -> None:
+# Far enough for small frequencies to show, and near enough for float32.
+_POSITIONS: Final = (1, 4000)
+_TOLERANCE: Final = 5e-3
+
+
+class Meaning(NamedTuple):
+    """What one engine's keys and values of a model depend on, besides its weights.
+
+    Attributes:
+        model: ``model_type`` of the config.
+        rotation: ``rope_type``.
+        numbers: The rotation's numbers, by name, ``rope_theta`` among them.
+        epsilon: ``rms_norm_eps``.
+        window: Tokens of a sliding window; 0 if all layers attend to all tokens.
+    """
+
+    model: str
+    rotation: str
+    numbers: tuple[tuple[str, float], ...]
+    epsilon: float
+    window: int
+
+    @property
+    def digest(self) -> str:
+        """Return a short name for it, equal in engines that have read the same."""
+        return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:16]
+
+
+def meaning_of(config: Any, rotation: Mapping[str, Any] | None, theta: Any) -> Meaning:
+    """Return the meaning of a model's KV, as its engine has read it.
+
+    Args:
+        config: The model's config, as an object.
+        rotation: ``rope_parameters`` or ``rope_scaling``, as the engine uses it.
+        theta: ``rope_theta``, if it is not in `rotation`.
+    """
+    fields = dict(rotation or {})
+    named = str(fields.pop("rope_type", None) or fields.pop("type", None) or "default")
+    fields.pop("type", None)
+    fields.setdefault("rope_theta", theta)
+    numbers = {
+        name: float(value)
+        for name, value in fields.items()
+        if isinstance(value, int | float)
+    }
+    kinds = set(getattr(config, "layer_types", None) or ())
+    windows = kinds & {"sliding_attention"} if kinds else {"sliding_attention"}
+    return Meaning(
+        str(getattr(config, "model_type", "")),
+        named,
+        tuple(sorted(numbers.items())),
+        float(getattr(config, "rms_norm_eps", 0)),
+        int((windows and getattr(config, "sliding_window", 0)) or 0),
+    )
+
+
+def require_pair(
+    source: str, target: str, meaning: Meaning, turned: Turned, dim: int
+) -> None:
     """Refuse KV of one engine in another, unless both are known to mean the same.
 
     Args:
         source: The engine that computes the KV.
         target: The engine that continues with it.
-        config: The model's config, as an object.
+        meaning: What the target's KV means.
+        turned: The target's rotation.
+        dim: Elements of a head.
 
     Raises:
-        UsageError: The pair, the model or its rotation is not in the tables.
+        UsageError: The pair, the model or its rotation is not in the tables; or the
+            target rotates by other angles than its config names.
     """
     where = f"KV of {source} in {target}"
     for engine in (source, target):
-        if engine not in ENGINES:
-            raise UsageError(
-                f"{where}: it is not known how {engine} keeps KV; known engines: "
-                f"{', '.join(ENGINES)}"
-            )
-    model = getattr(config, "model_type", None)
-    if model not in MODELS:
+        _require(where, "engine", engine, ENGINES)
+    _require(where, "model_type", meaning.model, MODELS)
+    _require(where, "rope_type", meaning.rotation, ROTATIONS)
+    if meaning.window:
         raise UsageError(
-            f"{where}: not known for models of type {model!r}; known types: "
-            f"{', '.join(MODELS)}"
+            f"{where}: this model has a window of {meaning.window} tokens, and engines "
+            "differ in what they do at its edge; only full attention is known"
         )
-    rotation = rotation_of(config)
-    if rotation not in ROTATIONS:
+    if not is_known(meaning, turned, dim):
         raise UsageError(
-            f"{where}: not known for rope_type={rotation!r}; known rotations: "
-            f"{', '.join(ROTATIONS)}"
+            f"{where}: {target} rotates keys by other angles than the config names "
+            f"({meaning.rotation}, {dict(meaning.numbers)}); KV of both would differ"
         )
 
 
-def rotation_of(config: Any) -> str:
-    """Return the rotation that a config names."""
-    for name in ("rope_parameters", "rope_scaling"):
-        fields = getattr(config, name, None)
-        if fields:
-            return str(fields.get("rope_type") or fields.get("type") or "default")
-    return "default"
+def is_known(meaning: Meaning, turned: Turned, dim: int) -> bool:
+    """Return whether KV is in the tables, and the model rotates as its config says."""
+    if meaning.model not in MODELS or meaning.rotation not in ROTATIONS:
+        return False
+    frequencies = _frequencies(meaning, dim)
+    for position in _POSITIONS:
+        cos = np.cos(position * frequencies)
+        sin = np.sin(position * frequencies)
+        expected = np.concatenate((cos - sin, cos + sin))
+        found = np.asarray(turned(position), np.float64)
+        if found.shape != expected.shape:
+            return False
+        if not np.allclose(found, expected, atol=_TOLERANCE):
+            return False
+    return True
+
+
+def _require(where: str, what: str, found: str, known: tuple[str, ...]) -> None:
+    if found not in known:
+        raise UsageError(
+            f"{where}: not known for {what} {found!r}; known are {', '.join(known)}"
+        )
+
+
+def _frequencies(meaning: Meaning, dim: int) -> Vector:
+    """Return the angle of each pair of elements at position 1."""
+    numbers = dict(meaning.numbers)
+    plain: Vector = numbers["rope_theta"] ** (-np.arange(0, dim, 2) / dim)
+    if meaning.rotation == "default":
+        return plain
+    factor = numbers["factor"]
+    if meaning.rotation == "linear":
+        return plain / factor
+    low = numbers["low_freq_factor"]
+    high = numbers["high_freq_factor"]
+    turns = numbers["original_max_position_embeddings"] * plain / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return (1 - smooth) * plain / factor + smooth * plain

@@ -23,6 +23,7 @@ import numpy as np
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
 from kvwire_engines.caches import Caches, Rows, Shape, raw_dtype, same_shapes
+from kvwire_engines.conventions import Meaning, Turned, meaning_of
 
 with needed_by("kvwire_engines.mlx", extra="mlx", distribution="kvwire-engines"):
     import mlx.core as mx
@@ -39,8 +40,17 @@ class MlxCaches(Caches):
 
     engine = "mlx"
 
-    def _config(self, model: Any) -> Any:
-        return model.args
+    def _meaning(self, model: Any) -> tuple[Meaning, Turned]:
+        args = model.args
+        scaling = getattr(args, "rope_scaling", None)
+        meaning = meaning_of(args, scaling, getattr(args, "rope_theta", None))
+
+        def turned(position: int) -> Any:
+            rope = model.layers[0].self_attn.rope
+            ones = mx.ones((1, 1, 1, self._shape.width))
+            return rope(ones, offset=position)[0, 0, 0]
+
+        return meaning, turned
 
     def _measure(self, model: Any) -> Shape:
         cache = make_prompt_cache(model)

@@ -35,6 +35,7 @@ from kvwire.extras import install_command, needed_by
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec, dtype_name
 from kvwire_engines.caches import Caches, Rows, Shape, same_shapes
+from kvwire_engines.conventions import Meaning, Turned, meaning_of
 
 with needed_by(
     "kvwire_engines.transformers", extra="transformers", distribution="kvwire-engines"
@@ -301,8 +302,20 @@ class TransformersCaches(Caches):
 
     engine = "transformers"
 
-    def _config(self, model: Any) -> Any:
-        return model.config.get_text_config(decoder=True)
+    def _meaning(self, model: Any) -> tuple[Meaning, Turned]:
+        config = model.config.get_text_config(decoder=True)
+        rotation = getattr(config, "rope_parameters", None)
+        meaning = meaning_of(config, rotation, getattr(config, "rope_theta", None))
+
+        def turned(position: int) -> Any:
+            place = torch.tensor([[position]], device=model.device)
+            ones = torch.ones((1, 1, self._shape.width), device=model.device)
+            cos, sin = (one[0, 0] for one in model.base_model.rotary_emb(ones, place))
+            # As apply_rotary_pos_emb does: the second half comes first, negated.
+            sin[: len(sin) // 2] *= -1
+            return (cos + sin).float().cpu()
+
+        return meaning, turned
 
     def _measure(self, model: Any) -> Shape:
         check_version(__version__)

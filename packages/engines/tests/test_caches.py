@@ -5,6 +5,7 @@ Needs torch, transformers and mlx_lm; `make test-torch` installs them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +30,12 @@ from mlx_lm.utils import load_model  # noqa: E402
 import kvwire  # noqa: E402
 from kvwire.errors import UsageError  # noqa: E402
 from kvwire_engines.caches import Caches  # noqa: E402
+from kvwire_engines.conventions import (  # noqa: E402
+    MODELS,
+    ROTATIONS,
+    is_known,
+    meaning_of,
+)
 from kvwire_engines.mlx import MlxCaches  # noqa: E402
 from kvwire_engines.transformers import TransformersCaches  # noqa: E402
 from kvwire_store import BlockStore  # noqa: E402
@@ -105,10 +112,11 @@ ENGINES: Final = {"transformers": Transformers, "mlx": Mlx}
 every_engine = pytest.mark.parametrize("engine", list(ENGINES))
 
 
-def saved(folder: Path, **fields: Any) -> Path:
-    """Save a Llama whose random weights make each token depend on all of the KV."""
+def saved(folder: Path, kind: str = "llama", **fields: Any) -> Path:
+    """Save a model whose random weights make each token depend on all of the KV."""
     torch.manual_seed(7)
-    config = transformers.LlamaConfig(
+    config = transformers.AutoConfig.for_model(
+        kind,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
@@ -121,7 +129,7 @@ def saved(folder: Path, **fields: Any) -> Path:
         eos_token_id=None,
         **fields,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
 
@@ -288,22 +296,110 @@ async def test_mlx_refuses(
         await moved(here, cache, cache)
 
 
-@pytest.mark.parametrize("source", list(ENGINES))
-async def test_one_engine_prefills_another_decodes(
-    engine_of: Callable[[str], Engine], folder: Path, source: str
-) -> None:
-    """The same weights by the same files; KV differs as between two batch sizes."""
-    (target,) = set(ENGINES) - {source}
-    first, second = engine_of(source), engine_of(target)
+ROTATED: Final[dict[str, dict[str, Any]]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+def rotated(folder: Path, kind: str, rotation: str) -> Path:
+    """Save a model with a rotation, in the form of config.json that MLX reads too."""
+    fields = {"rope_type": rotation, "rope_theta": 20_000.0, **ROTATED[rotation]}
+    saved(folder, kind, rope_parameters=fields, sliding_window=None)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    fields = config.pop("rope_parameters")
+    config["rope_theta"] = fields.pop("rope_theta")
+    config["rope_scaling"] = fields
+    file.write_text(json.dumps(config))
+    return folder
+
+
+async def taken(folder: Path, source: str, target: str) -> tuple[Engine, Any, Any]:
+    """Let one engine prefill and another take its KV; return what each has."""
+    first, second = ENGINES[source](folder), ENGINES[target](folder)
+    prefilled, cache = first.cache(), second.cache()
+    first.logits(PROMPT, prefilled)
     weights = weights_name(str(folder))
-    cache = first.cache()
-    expected = first.answer(PROMPT, cache, 0, 24)
     async with BlockStore.open(["memory:1MiB"]) as store:
         prefill = first.kept(store, first.model, weights=weights)
-        await prefill.put([*PROMPT, *expected], cache)
+        await prefill.put(PROMPT, prefilled)
         alone = second.kept(store, second.model, weights=weights)
-        assert await alone.get(PROMPT, second.cache()) == 0
+        assert await alone.get(PROMPT, cache) == 0
         kept = second.kept(store, second.model, weights=weights, others=[source])
-        there = second.cache()
-        assert await kept.get(PROMPT, there) == 48
-        assert second.answer(PROMPT, there, 48, 24) == expected
+        return second, cache, await kept.get(PROMPT, cache)
+
+
+@pytest.mark.parametrize("target", list(ENGINES))
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("kind", MODELS)
+async def test_one_engine_prefills_another_decodes(
+    *, tmp_path: Path, kind: str, rotation: str, target: str
+) -> None:
+    """The same tokens, and logits that differ as between steps of different lengths."""
+    (source,) = set(ENGINES) - {target}
+    here, cache, known = await taken(rotated(tmp_path, kind, rotation), source, target)
+    assert known == 48
+    mine = here.cache()
+    expected = here.answer(PROMPT, mine, 0, 24)
+    assert here.answer(PROMPT, cache, 48, 24) == expected
+    last = here.logits([5], cache) - here.logits([5], mine)
+    assert float(abs(last).max()) < 1e-4
+
+
+async def test_a_rotation_that_the_other_engine_ignores(tmp_path: Path) -> None:
+    """mlx_lm does not read rope_parameters of a Llama: its keys are others."""
+    fields = {"rope_type": "llama3", "rope_theta": 20_000.0, **ROTATED["llama3"]}
+    saved(tmp_path, rope_parameters=fields)
+    _, _, known = await taken(tmp_path, "mlx", "transformers")
+    assert known == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotation", "fields", "source", "said"),
+    [
+        ("llama", "default", {}, "llama.cpp", "engine 'llama.cpp'; known are mlx"),
+        ("llama", "yarn", {}, "mlx", "rope_type 'yarn'; known are default"),
+        ("phi3", "default", {"pad_token_id": 0}, "mlx", "model_type 'phi3'"),
+        ("mistral", "default", {"sliding_window": 64}, "mlx", "a window of 64 tokens"),
+    ],
+)
+async def test_a_pair_that_is_not_known_is_refused(
+    *, tmp_path: Path, kind: str, rotation: str, fields: Any, source: str, said: str
+) -> None:
+    rope = {"rope_type": rotation, "rope_theta": 20_000.0, **ROTATED[rotation]}
+    here = Transformers(saved(tmp_path, kind, rope_parameters=rope, **fields))
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        with pytest.raises(UsageError, match=said):
+            here.kept(store, here.model, weights="w", others=[source])
+
+
+def test_a_model_that_rotates_otherwise_than_its_config_says(
+    engine_of: Callable[[str], Engine],
+) -> None:
+    """Every way that a rotation can be another one shows in its angles."""
+    config = engine_of("transformers").model.config
+    meaning = meaning_of(config, {"rope_theta": 10_000.0}, None)
+
+    def turned(dims: int, base: float, pairs: bool) -> Any:
+        rope = mx.fast.rope
+        return lambda position: rope(
+            mx.ones((1, 1, 1, dims)),
+            32,
+            traditional=pairs,
+            base=base,
+            scale=1.0,
+            offset=position,
+        )[0, 0, 0]
+
+    assert is_known(meaning, turned(32, 10_000.0, False), 32)
+    assert not is_known(meaning, turned(32, 10_000.0, True), 32)
+    assert not is_known(meaning, turned(32, 10_100.0, False), 32)
+    assert not is_known(meaning, turned(64, 10_000.0, False), 32)
