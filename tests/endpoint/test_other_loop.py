@@ -1,10 +1,11 @@
-"""Objects of one loop, called while another loop runs in the same thread."""
+"""A call from another thread or loop is refused where it is made."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
@@ -12,6 +13,7 @@ import pytest
 
 import kvwire
 import kvwire_store
+from kvwire.aio import LoopThread
 from kvwire_store.request import StoreRequest
 from tests.support.caches import Filled, chain
 
@@ -163,6 +165,28 @@ CALLS: Final[dict[type, dict[str, Callable[[Any, Objects], Any]]]] = {
 }
 
 
+@pytest.fixture
+async def objects() -> AsyncIterator[Objects]:
+    made = Objects()
+    await made.make()
+    assert made.made.keys() == CALLS.keys()
+    yield made
+    await made.end()
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What a call says on a loop of its own."""
+
+    async def run() -> None:
+        made = call()
+        if inspect.isawaitable(made):
+            await made
+
+    with pytest.raises(kvwire.UsageError) as raised:
+        asyncio.run(run())
+    return str(raised.value)
+
+
 def test_every_public_call_is_listed() -> None:
     for kind, calls in CALLS.items():
         public = {
@@ -174,29 +198,59 @@ def test_every_public_call_is_listed() -> None:
         assert public == listed | ANYWHERE.get(kind, set()), kind
 
 
-def test_each_is_refused_while_another_loop_runs() -> None:
-    objects = Objects()
+async def test_each_is_refused_in_another_thread(objects: Objects) -> None:
+    said: dict[str, str] = {}
 
-    async def called(call: Callable[[Any, Objects], Any], one: Any) -> None:
-        made = call(one, objects)
-        if inspect.isawaitable(made):
-            await made
-
-    async def refused(call: Callable[[Any, Objects], Any], one: Any) -> str:
-        with pytest.raises(kvwire.UsageError) as raised:
-            await called(call, one)
-        return str(raised.value)
-
-    own = asyncio.new_event_loop()
-    other = asyncio.new_event_loop()
-    try:
-        own.run_until_complete(objects.make())
-        assert objects.made.keys() == CALLS.keys()
+    def refused() -> None:
         for kind, calls in CALLS.items():
             for name, call in calls.items():
-                why = other.run_until_complete(refused(call, objects.made[kind]))
+                one = objects.made[kind]
+                said[f"{kind} {name}"] = refusal(lambda: call(one, objects))  # noqa: B023
+
+    thread = threading.Thread(target=refused, name="me")
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert len(said) == sum(map(len, CALLS.values()))
+    owner = threading.current_thread().name
+    for name, text in said.items():
+        assert "called from thread 'me', but the object belongs" in text, name
+        assert f"event loop of thread {owner!r}" in text, name
+        assert "engine.run(coroutine)" in text, name
+        assert "kvwire.Engine" in text, name
+    assert not objects.made[kvwire.Request].done()
+
+
+def test_each_is_refused_while_another_loop_of_the_thread_runs() -> None:
+    objects = Objects()
+    own = asyncio.new_event_loop()
+    try:
+        own.run_until_complete(objects.make())
+        for kind, calls in CALLS.items():
+            for name, call in calls.items():
+                one = objects.made[kind]
+                why = refusal(lambda: call(one, objects))  # noqa: B023
                 assert "the object belongs to another event loop" in why, (kind, name)
     finally:
         own.run_until_complete(objects.end())
+        own.run_until_complete(own.shutdown_asyncgens())
         own.close()
-        other.close()
+    with pytest.raises(kvwire.UsageError, match="is closed: open a communicator in"):
+        objects.made[kvwire.Communicator].register(bytearray(1))
+
+
+async def test_marks_may_come_from_any_thread(objects: Objects) -> None:
+    out = objects.made[kvwire.Outgoing]
+
+    def mark() -> None:
+        out.ready(layers=0)
+        out.finish(partial=True)
+
+    await asyncio.to_thread(mark)
+    assert not out.done()
+
+
+async def test_a_loop_may_move_to_another_thread() -> None:
+    thread = LoopThread()
+    thread.ident += 1  # as if it had been another
+    thread.check("anything")
+    assert thread.ident == threading.get_ident()

@@ -92,10 +92,14 @@ class TestRig:
     @parametrize
     def test_it(self):
         def test_within(): ...
+
+class Life(RuleBasedStateMachine):
+    @rule()
+    def something_happens(self): ...
 """
     files = [Source("tests/wire/test_a.py", text), Source("tests/wire/b/c.py", "x\n")]
     (name,) = found = scaffolding.counted(files)
     assert name == "tests/wire"
-    assert (found[name].lines, found[name].inside, found[name].tests) == (9, 4, 2)
-    assert (found[name].around, found[name].classes) == (5, 1)
+    assert (found[name].lines, found[name].inside, found[name].tests) == (13, 7, 3)
+    assert (found[name].around, found[name].classes) == (6, 1)
     assert scaffolding.above({"tests/new": found[name]})
