@@ -75,32 +75,6 @@ def expect_landed(reader: WindowReader, owner: OwnersCache, ids: list[int]) -> N
     assert all(cache.has(owner, block, block) for block in ids)
 
 
-async def test_blocks_are_read_by_the_way_that_fits(owner: OwnersCache) -> None:
-    async with halves() as both:
-        reader = await opened(both, owner)
-        assert reader.immediate
-        assert WAYS[reader.way] == (owner.arena is not None)
-        expect_landed(reader, owner, [3, 1, 4, 19])
-        assert not reader.owner_gone
-        assert not reader.busy
-        reader.close()
-
-
-async def test_a_withdrawn_block_does_not_land(owner: OwnersCache) -> None:
-    async with halves() as both:
-        reader = await opened(both, owner)
-        cache = ReadersCache(owner)
-        ids = [3, 1, 4]
-        old = tickets(owner, ids)
-        owner.generations.renew(np.array([1]))
-        landed = reader.read(cache.batch(ids, old, [0, 1, 2]))
-        assert list(landed) == [True, False, True]
-        assert cache.has(owner, 3, 0)
-        assert cache.has(owner, 4, 2)
-        expect_landed(reader, owner, ids)
-        reader.close()
-
-
 async def test_ids_and_addresses_beyond_the_window_do_not_land(
     owner: OwnersCache,
 ) -> None:
@@ -204,17 +178,6 @@ async def test_a_window_is_concealed(owner: OwnersCache) -> None:
             both.client.window(description, owner.memory)
         expect_landed(third, owner, [5])
         third.close()
-
-
-async def test_a_closed_reader_reads_nothing(owner: OwnersCache) -> None:
-    async with halves() as both:
-        reader = await opened(both, owner)
-        reader.close()
-        reader.close()
-        cache = ReadersCache(owner)
-        with pytest.raises(ConnectionLost, match="the reader is closed"):
-            reader.read(cache.batch([1], tickets(owner, [1]), [1]))
-        assert not any(layer.any() for layer in cache.layers)
 
 
 async def test_a_mapped_window_outlives_its_lane(owner: OwnersCache) -> None:

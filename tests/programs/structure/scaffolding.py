@@ -1,8 +1,8 @@
 """How many lines of tests lie inside test functions, and how many around them.
 
-What helps tests is counted with them. A state machine of Hypothesis is a test: its rules
-and invariants are what a test function has inside. A *helper class* is each other class
-whose name does not begin with Test.
+What helps tests is counted with them. A state machine of Hypothesis is a test: its
+rules and invariants are what a test function has inside. A *helper class* is each other
+class whose name does not begin with Test.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from tests.support.tree import Source
 # falls with each test that needs no helper.
 CEILINGS: Final[dict[str, int]] = {
     "packages/certify/tests": 900,
-    "packages/engines/tests": 1350,
+    "packages/engines/tests": 1400,
     "packages/store/tests": 5900,
     "packages/vllm/tests": 11750,
     "tests": 1550,
     "tests/backend": 450,
-    "tests/backends": 5850,
+    "tests/backends": 5800,
     "tests/cli": 1150,
     "tests/directory": 1400,
     "tests/driver": 1100,
