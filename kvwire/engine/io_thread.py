@@ -60,13 +60,21 @@ class IOThread:
             raise
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        timeout_s: float = CLOSE_TIMEOUT_S,
+        slack_s: float = CLOSE_SLACK_S,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._slack_s = slack_s
         self._pid = os.getpid()
         self._forked = False
         self._loop: asyncio.AbstractEventLoop  # set once it was created
         self._stopping = asyncio.Event()
         self._at_end: Callable[[], Awaitable[None]] | None = None
-        self._end_within_s = CLOSE_TIMEOUT_S
+        self._end_within_s = timeout_s
         # There is no lock, since an interrupt could leave it locked. Instead a call is
         # recorded before the loop gets it, and once the loop accepts no more calls, the
         # thread ends those without a result.
@@ -186,12 +194,12 @@ class IOThread:
             return  # in a forked child there is no thread to end
         self._check_other_thread()
         self.begin_close()
-        if not self._begun or not self._made.wait(CLOSE_SLACK_S):
+        if not self._begun or not self._made.wait(self._slack_s):
             # Interrupted before there was a thread. If it still starts, it ends at
             # once.
             _running.discard(self)
             return
-        while not self._over.wait(CLOSE_SLACK_S):
+        while not self._over.wait(self._slack_s):
             if not self._turns():
                 logger.error(
                     "thread %s does not end: its event loop is blocked%s",
@@ -200,7 +208,7 @@ class IOThread:
                 )
                 self._forget()
         if self._thread.is_alive():
-            self._thread.join(CLOSE_SLACK_S)  # it is about to end, or stuck
+            self._thread.join(self._slack_s)  # it is about to end, or stuck
 
     def begin_close(self) -> bool:
         """Begin to close, from any thread, without waiting. Never raises.
@@ -247,8 +255,8 @@ class IOThread:
         try:
             self._loop.call_soon_threadsafe(turned.set)
         except RuntimeError:  # it is closed: the thread is about to end
-            return self._over.wait(CLOSE_TIMEOUT_S)
-        return turned.wait(CLOSE_TIMEOUT_S) or self._over.is_set()
+            return self._over.wait(self._timeout_s)
+        return turned.wait(self._timeout_s) or self._over.is_set()
 
     def _forget(self) -> None:
         _running.discard(self)
@@ -289,7 +297,7 @@ class IOThread:
                     )
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
-            _join(workers, CLOSE_TIMEOUT_S)
+            _join(workers, self._timeout_s)
             self._loop.close()
             for call in list(self._calls):
                 call.end()
@@ -304,11 +312,11 @@ class IOThread:
             # Accepted calls are in the loop's queue, ahead of this.
             await asyncio.sleep(0)
             # They end by themselves, once the objects that they wait for have ended.
-            await _ended(CLOSE_TIMEOUT_S)
+            await _ended(self._timeout_s)
             for _ in range(_CANCELLATIONS):
                 for task in _others():
                     task.cancel()
-                await _ended(CLOSE_SLACK_S / _CANCELLATIONS)
+                await _ended(self._slack_s / _CANCELLATIONS)
             await self._end()  # tasks that were created meanwhile
             if left := _others():
                 logger.error(
@@ -316,7 +324,7 @@ class IOThread:
                     "; ".join(map(repr, left)),
                 )
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_SLACK_S):
+                async with asyncio.timeout(self._slack_s):
                     await self._loop.shutdown_asyncgens()
 
     async def _end(self) -> None:

@@ -70,9 +70,11 @@ def _is_socket(path: Path) -> bool:
         return False  # its process has ended meanwhile
 
 
-def snapshots(paths: list[Path]) -> tuple[list[Snapshot], list[str]]:
+def snapshots(
+    paths: list[Path], patience_s: float = _PATIENCE_S
+) -> tuple[list[Snapshot], list[str]]:
     """Request a snapshot from each process; return the answers, and the failures."""
-    return _ask_all(paths, "snapshot", _SNAPSHOT)
+    return _ask_all(paths, "snapshot", _SNAPSHOT, patience_s)
 
 
 def traces(paths: list[Path]) -> tuple[list[ProcessTrace], list[str]]:
@@ -84,12 +86,16 @@ def _ask_all(
     paths: list[Path],
     what: Literal["snapshot", "trace"],
     decoder: msgspec.json.Decoder[T],
+    patience_s: float = _PATIENCE_S,
 ) -> tuple[list[T], list[str]]:
+    def answer(path: Path) -> T | str | None:
+        return _answer(path, what, decoder, patience_s)
+
     answers = []
     silent = []
     # In parallel, so that several unresponsive processes cost no more time than one.
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        for found in threads.map(lambda path: _answer(path, what, decoder), paths):
+        for found in threads.map(answer, paths):
             if isinstance(found, str):
                 silent.append(found)
             elif found is not None:
@@ -97,26 +103,30 @@ def _ask_all(
     return answers, silent
 
 
-def _answer(path: Path, what: str, decoder: msgspec.json.Decoder[T]) -> T | str | None:
+def _answer(
+    path: Path, what: str, decoder: msgspec.json.Decoder[T], patience_s: float
+) -> T | str | None:
     """Return a process's answer, or the reason for none; None if it was killed."""
     try:
-        return _ask(path, what, decoder)
+        return _ask(path, what, decoder, patience_s)
     except ConnectionRefusedError:
         return None
     except (OSError, KVWireError, *DECODE_ERRORS) as exc:
         return f"{path.name}: {str(exc) or type(exc).__name__}"
 
 
-def _ask(path: Path, what: str, decoder: msgspec.json.Decoder[T]) -> T:
+def _ask(
+    path: Path, what: str, decoder: msgspec.json.Decoder[T], patience_s: float
+) -> T:
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(_PATIENCE_S)
+        client.settimeout(patience_s)
         client.connect(str(path))
         try:
             client.sendall(what.encode() + b"\n")
             with client.makefile("rb") as reader:
                 answer = reader.readline(INSPECT_ANSWER_BYTES_MAX)
         except TimeoutError:
-            raise KVWireError(_why_silent(_pid_of_peer(client))) from None
+            raise KVWireError(_why_silent(_pid_of_peer(client), patience_s)) from None
     if not answer.endswith(b"\n"):
         raise KVWireError("the process did not answer completely")
     return decoder.decode(answer)
@@ -132,8 +142,8 @@ def _pid_of_peer(client: socket.socket) -> int:
     return pid
 
 
-def _why_silent(pid: int) -> str:
-    late = f"no answer within {_PATIENCE_S:g} s"
+def _why_silent(pid: int, patience_s: float) -> str:
+    late = f"no answer within {patience_s:g} s"
     process = Path("/proc", str(pid))
     try:
         command = (process / "cmdline").read_bytes().replace(b"\0", b" ").strip()

@@ -68,6 +68,7 @@ class HttpThread:
     Args:
         address: The address to listen on; ``"host:0"`` takes any free port.
         get: Answers GET and HEAD.
+        silent_s: How long a client may take to ask, and to read its answer.
 
     Attributes:
         url: Its URL, with the real port.
@@ -77,9 +78,12 @@ class HttpThread:
         UsageError: The address cannot be parsed.
     """
 
-    def __init__(self, address: str | Address, get: HttpGet) -> None:
+    def __init__(
+        self, address: str | Address, get: HttpGet, *, silent_s: float = _SILENT_S
+    ) -> None:
         where = Address.parse(address)
         self._get = get
+        self._silent_s = silent_s
         try:
             self._socket = keep_from_children(_listening(where.host, where.port))
         except OSError as exc:
@@ -135,12 +139,12 @@ class HttpThread:
         self._open.add(writer)
         try:
             self._wait_for(writer)
-            async with asyncio.timeout(_SILENT_S):
+            async with asyncio.timeout(self._silent_s):
                 head = await reader.readuntil(b"\r\n\r\n")
             del self._waiting[writer]
             reply = await self._answer(head)
             self._wait_for(writer)
-            async with asyncio.timeout(_SILENT_S):
+            async with asyncio.timeout(self._silent_s):
                 writer.write(reply)
                 await writer.drain()
                 writer.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from importlib import metadata
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -13,18 +13,7 @@ from kvwire import BackendUnavailable, UsageError
 from kvwire.directory import open_directory
 from kvwire.directory.file import FileDirectory
 from kvwire.errors import without_password
-
-
-def installed(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
-    points = metadata.EntryPoints(
-        metadata.EntryPoint("mine", value, "kvwire.directories") for value in values
-    )
-
-    def found(group: str, **name: Any) -> metadata.EntryPoints:
-        assert group == "kvwire.directories"
-        return points.select(**name)
-
-    monkeypatch.setattr(metadata, "entry_points", found)
+from tests.support.plugged import plug_in
 
 
 def test_a_folder() -> None:
@@ -38,8 +27,14 @@ def test_a_kind_that_nobody_has() -> None:
         open_directory("etcd://host")
 
 
-def test_a_third_partys(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, "kvwire.directory.file:FileDirectory")
+def test_a_third_partys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(
+        monkeypatch,
+        tmp_path,
+        "kvwire.directories",
+        "mine",
+        "kvwire.directory.file:FileDirectory",
+    )
     assert isinstance(open_directory("mine:/tmp/fleet"), FileDirectory)
 
 
@@ -52,9 +47,9 @@ def test_a_third_partys(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_cannot_be_used(
-    monkeypatch: pytest.MonkeyPatch, values: list[str], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[str], words: str
 ) -> None:
-    installed(monkeypatch, *values)
+    plug_in(monkeypatch, tmp_path, "kvwire.directories", "mine", *values)
     with pytest.raises(BackendUnavailable, match=words):
         open_directory("mine:")
 

@@ -27,8 +27,8 @@ def thread() -> Iterator[IOThread]:
     made.close()
 
 
-def begun() -> IOThread:
-    made = IOThread("test-io")
+def begun(**waits: float) -> IOThread:
+    made = IOThread("test-io", **waits)
     made.begin()
     return made
 
@@ -156,11 +156,8 @@ def test_what_ends_it_runs_first_and_can_be_called_meanwhile() -> None:
     assert steps == ["end"]
 
 
-def test_a_call_that_never_ends_is_told_of_the_close(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(io_thread, "CLOSE_TIMEOUT_S", 0.01)
-    thread = begun()
+def test_a_call_that_never_ends_is_told_of_the_close() -> None:
+    thread = begun(timeout_s=0.01)
     began = threading.Event()
 
     async def wait() -> None:
@@ -175,18 +172,14 @@ def test_a_call_that_never_ends_is_told_of_the_close(
             waiting.result(10)
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_thread, "CLOSE_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(io_thread, "CLOSE_SLACK_S", 0.1)
+QUICK = {"timeout_s": 0.1, "slack_s": 0.1}
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_task_that_swallows_its_cancellation_is_named_and_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nobody waits for it for ever, neither the close nor whoever wants its result."""
-    thread = begun()
+    thread = begun(**QUICK)
     began = threading.Event()
     let_go = False
 
@@ -207,11 +200,10 @@ def test_a_task_that_swallows_its_cancellation_is_named_and_left(
     gc.collect()
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_task_that_swallows_one_cancellation_ends_by_the_next(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    thread = begun()
+    thread = begun(**QUICK)
 
     async def once() -> int:
         with suppress(asyncio.CancelledError):
@@ -225,20 +217,18 @@ def test_a_task_that_swallows_one_cancellation_ends_by_the_next(
     assert not caplog.text
 
 
-@pytest.mark.usefixtures("quick")
 def test_an_end_that_does_not_end_is_cancelled() -> None:
-    thread = begun()
+    thread = begun(**QUICK)
     thread.at_end(_for_ever, 0.1)
     thread.close()
     assert thread.ended
 
 
-@pytest.mark.usefixtures("quick")
 def test_a_loop_that_stands_still_is_named_and_left(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Such as one whose program blocks it; the thread ends once it may."""
-    thread = begun()
+    thread = begun(**QUICK)
     go_on = threading.Event()
 
     def block() -> None:
@@ -253,10 +243,9 @@ def test_a_loop_that_stands_still_is_named_and_left(
     assert thread.ended
 
 
-@pytest.mark.usefixtures("quick")
 def test_work_in_a_thread_of_the_loops_is_waited_for_and_then_left() -> None:
     go_on = threading.Event()
-    thread = begun()
+    thread = begun(**QUICK)
     result = thread.start(asyncio.to_thread(go_on.wait, 30))
     thread.close()
     assert result.cancelled()

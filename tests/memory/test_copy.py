@@ -23,6 +23,7 @@ from kvwire.memory.buffers import MID_PAGE_BYTES, mid_page_memory
 from kvwire.memory.compiled import compiled_function
 from kvwire.memory.copy import as_fragments, copy
 from tests.memory.fragments import content, fill, scattered
+from tests.support.compiled import need_compiled, without_compiled
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -35,18 +36,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """All ways to move pieces, each for all lengths."""
     name: str = request.param
     if name == "compiled":
-        needs_compiled()
+        need_compiled()
         return name
-    monkeypatch.setattr(pieces, "compiled", None)
+    without_compiled(monkeypatch)
     knee = 2 * MIB if name == "numpy" else 0
     monkeypatch.setattr(pieces, "_PIECE_BYTES", knee)
     monkeypatch.setattr(pieces, "_LINE_PIECE_BYTES", knee)
     return name
-
-
-def needs_compiled() -> None:
-    if pieces.compiled is None:
-        pytest.skip("kvwire was installed without a C compiler: there is no _copy.so")
 
 
 def random_bytes(count: int, seed: int = 1) -> Bytes:
@@ -178,7 +174,7 @@ def test_aligned_pieces_are_copied_without_new_memory(to: str) -> None:
 @pytest.mark.parametrize("gap", [0, 4, 100])
 def test_a_copy_that_goes_past_the_caches(piece: int, gap: int) -> None:
     """It has whole lines of 64 bytes in the middle, and parts of some at both ends."""
-    needs_compiled()
+    need_compiled()
     count = 9 * MIB // piece  # more than 8 MiB
     source, _ = scattered([piece] * count, 1, gap=gap)
     data = random_bytes(source.nbytes)
@@ -203,7 +199,7 @@ def test_only_long_copies_let_go_of_the_gil(
     total: int, released: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each time may cost the switch interval of another thread."""
-    needs_compiled()
+    need_compiled()
     assert pieces.compiled is not None
     calls = [0, 0]
 
@@ -234,7 +230,7 @@ def test_without_a_compiler_other_threads_have_turns(
 ) -> None:
     """Between parts of 4 MiB, and none for less: each may cost 5 ms."""
     turns: list[float] = []
-    monkeypatch.setattr(pieces, "compiled", None)
+    without_compiled(monkeypatch)
     monkeypatch.setattr("time.sleep", turns.append)
     source, memory = scattered([piece] * (mib * MIB // piece), 1)
     memory[:] = random_bytes(memory.size)

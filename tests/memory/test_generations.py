@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from kvwire.errors import BackendUnavailable, UsageError
-from kvwire.memory import generations
 from kvwire.memory.arena import SharedMapping
 from kvwire.memory.compiled import compiled_function
 from kvwire.memory.generations import Generations
+from tests.support.compiled import need_compiled, without_compiled
 
 COUNT = 40
 
@@ -22,10 +22,9 @@ COUNT = 40
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name: str = request.param
     if name == "python":
-        monkeypatch.setattr(generations, "renew_compiled", None)
-        monkeypatch.setattr(generations, "same_compiled", None)
-    elif generations.renew_compiled is None:
-        pytest.skip("kvwire was installed without a C compiler: there is no _copy.so")
+        without_compiled(monkeypatch)
+    else:
+        need_compiled()
     return name
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import kvwire
-from kvwire.observe import inspect
 from kvwire.observe.inspect import snapshots, sockets, traces
 
 
@@ -90,9 +89,8 @@ def test_no_folder_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_processes_that_are_stopped_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(inspect, "_PATIENCE_S", 0.5)
     code = (
         "import kvwire, sys; e = kvwire.Engine(inspect=sys.argv[1]); print(flush=True)"
     )
@@ -109,7 +107,7 @@ def test_processes_that_are_stopped_are_named(
             pids.append(process.pid)
             os.kill(process.pid, signal.SIGSTOP)
             os.waitpid(process.pid, os.WUNTRACED)
-        found, silent = snapshots(sockets(tmp_path / "run"))
+        found, silent = snapshots(sockets(tmp_path / "run"), 0.5)
         assert found == []
         assert len(silent) == len(pids)
         for pid in pids:
@@ -118,13 +116,12 @@ def test_processes_that_are_stopped_are_named(
 
 
 def test_a_process_whose_loop_is_busy_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(inspect, "_PATIENCE_S", 0.1)
     path = tmp_path / "busy.sock"
     with socket.socket(socket.AF_UNIX) as busy:
         busy.bind(str(path))
         busy.listen()
-        (said,) = snapshots([path])[1]
+        (said,) = snapshots([path], 0.1)[1]
     assert f"pid {os.getpid()}, " in said
     assert "busy or blocked" in said

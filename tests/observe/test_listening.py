@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvwire import ListenError
-from kvwire.observe import listening
 from kvwire.observe.listening import HTTP_CONNECTIONS_MAX, HttpReply, HttpThread
 from tests.support.waiting import PATIENCE_S
 
@@ -170,11 +169,10 @@ def test_the_longest_waiting_client_of_the_busiest_address_goes_first() -> None:
 
 @pytest.mark.parametrize("takes", [False, True])
 def test_a_client_that_never_ends_its_request_is_cut_off(
-    takes: bool, monkeypatch: pytest.MonkeyPatch
+    takes: bool,
 ) -> None:
     """However often something of it comes."""
-    monkeypatch.setattr(listening, "_SILENT_S", 0.2)
-    with HttpThread("127.0.0.1:0", fine) as server:
+    with HttpThread("127.0.0.1:0", fine, silent_s=0.2) as server:
         began = time.monotonic()
         with (
             socket.create_connection(place(server)) as slow,
@@ -191,13 +189,10 @@ def test_a_client_that_never_ends_its_request_is_cut_off(
         assert asked(server) == (200, "fine")
 
 
-def test_a_client_that_does_not_take_its_answer_is_cut_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(listening, "_SILENT_S", 0.2)
+def test_a_client_that_does_not_take_its_answer_is_cut_off() -> None:
     large = HttpReply.of(HTTPStatus.OK, "text/plain", bytes(1 << 24))
     with (
-        HttpThread("127.0.0.1:0", lambda *_: large) as server,
+        HttpThread("127.0.0.1:0", lambda *_: large, silent_s=0.2) as server,
         socket.create_connection(place(server), PATIENCE_S) as slow,
     ):
         slow.sendall(b"GET / HTTP/1.1\r\n\r\n")
@@ -214,18 +209,15 @@ def test_a_client_that_does_not_take_its_answer_is_cut_off(
 # --- answers --------------------------------------------------------------------------
 
 
-def test_an_answer_may_take_longer_than_a_request(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_answer_may_take_longer_than_a_request() -> None:
     """A page waits as long for a stopped process as a client may take to ask."""
-    monkeypatch.setattr(listening, "_SILENT_S", 0.1)
 
     def slow(*_: Any) -> HttpReply:
         with socket.create_connection(place(server), PATIENCE_S) as silent:
             assert silent.recv(1) == b""  # after the time that a client has
         return FINE
 
-    with HttpThread("127.0.0.1:0", slow) as server:
+    with HttpThread("127.0.0.1:0", slow, silent_s=0.1) as server:
         assert asked(server, "/") == (200, "fine")
 
 

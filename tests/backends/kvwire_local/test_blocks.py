@@ -27,9 +27,8 @@ from tests.backends.kvwire_local.window_rig import (
     Bytes,
     address,
     column,
-    need_compiled,
-    without_compiled,
 )
+from tests.support.compiled import need_compiled, without_compiled
 
 COOKIE = bytearray(b"0123456789abcdef")
 _COOKIE_PLACE = ctypes.addressof(ctypes.c_char.from_buffer(COOKIE))

@@ -27,11 +27,10 @@ from tests.backends.kvwire_local.halves import Halves, halves, open_lane
 from tests.backends.kvwire_local.window_rig import (
     OwnersCache,
     ReadersCache,
-    need_compiled,
     tickets,
-    without_compiled,
 )
 from tests.backends.recorders import LaneRecorder
+from tests.support.compiled import need_compiled, without_compiled
 from tests.support.pairs import until
 
 WAYS = {"mapped": True, "process_vm_readv": False}

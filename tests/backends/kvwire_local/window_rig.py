@@ -7,15 +7,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from kvwire.backend import BlockRead, WindowMemory
 from kvwire.kv.fragments import Array
-from kvwire.memory import pieces
 from kvwire.memory.arena import Arena
 from kvwire.memory.generations import Generations
 from kvwire_certify.oracle import content
-from kvwire_local import blocks
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -92,15 +89,3 @@ def column(numbers: Sequence[int]) -> Array:
 
 def address(array: Bytes) -> int:
     return int(array.ctypes.data)
-
-
-def without_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there was no compiler."""
-    monkeypatch.setattr(blocks, "mapped_compiled", None)
-    monkeypatch.setattr(blocks, "process_compiled", None)
-    monkeypatch.setattr(pieces, "compiled", None)
-
-
-def need_compiled() -> None:
-    if blocks.mapped_compiled is None or blocks.process_compiled is None:
-        pytest.skip("kvwire was installed without a C compiler: there is no _copy.so")

@@ -16,10 +16,11 @@ from kvwire.backend.window import WindowMemory
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.limits import DESCRIPTOR_BYTES_MAX
 from kvwire.types import OneSidedWindows
-from kvwire_ucx import lane, requests
+from kvwire_ucx import lane
 from kvwire_ucx.windows import PORTION, UcxWindow
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, TCP, needs_reading
 from tests.backends.window_pairs import Pool, ended, pair, read
+from tests.support.compiled import need_compiled, without_compiled
 
 pytestmark = needs_reading
 
@@ -33,12 +34,10 @@ def ucx_pair(
 @pytest.fixture(params=["compiled", "python"])
 def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loops over gets: in C, or in Python as where there is no compiler."""
-    names = ("post_compiled", "reap_compiled", "progress_compiled")
     if request.param == "python":
-        for name in names:
-            monkeypatch.setattr(requests, name, None)
-    elif any(getattr(requests, name) is None for name in names):
-        pytest.skip("kvwire was installed without a C compiler")
+        without_compiled(monkeypatch)
+    else:
+        need_compiled()
 
 
 @pytest.mark.usefixtures("loops")

@@ -11,8 +11,8 @@ import pytest
 
 from kvwire import UsageError
 from kvwire.cli.doctor.checks import CAP_IPC_LOCK, CAP_SYS_PTRACE, HostFiles, check
-from kvwire.memory import pieces
 from tests.cli.doctor.hosts import GPU, IB, limits, tree
+from tests.support.compiled import need_compiled, without_compiled
 
 PORT = "mlx5_0:1 ACTIVE 200 Gb/sec InfiniBand"
 DOWN = {
@@ -157,7 +157,10 @@ def test_shared_memory(
 def test_copies(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pieces, "compiled", (print, print) if compiled else None)
+    if compiled:
+        need_compiled()
+    else:
+        without_compiled(monkeypatch)
     (found,) = (f for f in check(HostFiles(root=tmp_path)) if f.name == "copies")
     assert ("compiled loop" in found.text) is compiled
     assert ("pip install" in found.remedy) is not compiled

@@ -10,11 +10,12 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 import kvwire
-from kvwire.backend import Availability, Finding, registry
+from kvwire.backend import Availability, Finding
 from kvwire.cli.doctor.examination import Transport, asked, installed
 from kvwire.security.keys import write_key_file
 from kvwire_tcp import TcpBackend
 from tests.support.certificates import FAR, Authority
+from tests.support.plugged import plug_in
 
 TCP = Transport(name="tcp", available=True, reason="sockets")
 UCX = Transport(
@@ -105,12 +106,16 @@ SLOW = Finding(name="buffers", state="warn", text="small", remedy="sysctl")
 
 
 class Chatty(TcpBackend):
+    scheme = "chatty"
+
     @classmethod
     def diagnose(cls) -> tuple[Finding, ...]:
         return (SLOW,)
 
 
 class Broken(TcpBackend):
+    scheme = "broken"
+
     @classmethod
     def availability(cls) -> Availability:
         return Availability(available=False, reason="no device", remedy="buy one")
@@ -120,22 +125,23 @@ class Broken(TcpBackend):
         raise ZeroDivisionError("who would have thought")
 
 
-def test_a_backend_tells_what_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_tells_what_it_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {transport.name: transport for transport in installed()}
     assert {"inproc", "tcp"} <= set(found)
     assert found["tcp"].available
-    monkeypatch.setattr(registry, "names", lambda: ("tcp",))
-    monkeypatch.setattr(registry, "_load", lambda *_: Chatty)
-    (transport,) = installed()
+    plug_in(monkeypatch, tmp_path, "kvwire.backends", "chatty", f"{__name__}:Chatty")
+    (transport,) = (one for one in installed() if one.name == "chatty")
     assert transport.findings == (SLOW,)
 
 
 def test_a_backend_that_raises_is_shown_with_it(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "names", lambda: ("tcp",))
-    monkeypatch.setattr(registry, "_load", lambda *_: Broken)
-    (transport,) = installed()
+    plug_in(monkeypatch, tmp_path, "kvwire.backends", "broken", f"{__name__}:Broken")
+    (transport,) = (one for one in installed() if one.name == "broken")
     assert not transport.available
     assert (transport.reason, transport.remedy) == ("no device", "buy one")
     (finding,) = transport.findings
@@ -143,10 +149,13 @@ def test_a_backend_that_raises_is_shown_with_it(
 
 
 def test_a_backend_that_cannot_be_loaded_has_its_reason(
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry, "names", lambda: ("nobody",))
-    (transport,) = installed()
+    plug_in(monkeypatch, tmp_path, "kvwire.backends", "nobody", "nothing.here:Backend")
+    (transport,) = (one for one in installed() if one.name == "nobody")
     assert not transport.available
-    assert "no backend called 'nobody'" in transport.reason
+    assert (
+        "backend 'nobody', nothing.here:Backend, cannot be imported" in transport.reason
+    )
     assert transport.findings == ()

@@ -20,9 +20,9 @@ from kvwire.cli.doctor.screen import (
     negotiated,
     written,
 )
-from kvwire.memory import pieces
 from kvwire.types import Candidate
 from tests.cli.doctor.hosts import GPU, IB, examination, limits, tree
+from tests.support.compiled import without_compiled
 
 WARNING = Finding(name="ptrace scope", state="warn", text="3: nobody", remedy="reboot")
 TCP = Candidate("tcp", True, "offered by both sides")
@@ -103,7 +103,7 @@ def test_the_worst_host_keeps_every_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that can be the matter with one, at the length it has in earnest."""
-    monkeypatch.setattr(pieces, "compiled", None)
+    without_compiled(monkeypatch)
     reason = "libucp.so.0 of nvidia-ucx cannot be loaded: undefined symbol " * 2
     broken = tuple(
         Transport(

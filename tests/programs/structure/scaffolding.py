@@ -44,7 +44,7 @@ CEILINGS: Final[dict[str, int]] = {
     "tests/scenarios": 900,
     "tests/security": 550,
     "tests/site": 250,
-    "tests/support": 6550,
+    "tests/support": 6600,
     "tests/testing": 100,
     "tests/transfers": 2050,
     "tests/windows": 350,

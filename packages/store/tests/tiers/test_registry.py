@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from kvwire import BackendUnavailable, UsageError
 from kvwire_store import BlockStore
 from packages.store.tests.tiers.services import PlayedTier
+from tests.support.plugged import plug_in
 
 
-def installed(monkeypatch: pytest.MonkeyPatch, *values: str) -> None:
-    points = metadata.EntryPoints(
-        metadata.EntryPoint("mine", value, "kvwire_store.tiers") for value in values
+async def test_a_third_partys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(
+        monkeypatch,
+        tmp_path,
+        "kvwire_store.tiers",
+        "mine",
+        "packages.store.tests.tiers.services:PlayedTier",
     )
-
-    def found(group: str, **name: Any) -> metadata.EntryPoints:
-        assert group == "kvwire_store.tiers"
-        return points.select(**name)
-
-    monkeypatch.setattr(metadata, "entry_points", found)
-
-
-async def test_a_third_partys(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, "packages.store.tests.tiers.services:PlayedTier")
     opened: list[PlayedTier] = []
 
     async def connect(tier: PlayedTier) -> None:
@@ -53,8 +47,8 @@ async def test_a_kind_that_nobody_has() -> None:
     ],
 )
 async def test_what_cannot_be_used(
-    monkeypatch: pytest.MonkeyPatch, values: list[str], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[str], words: str
 ) -> None:
-    installed(monkeypatch, *values)
+    plug_in(monkeypatch, tmp_path, "kvwire_store.tiers", "mine", *values)
     with pytest.raises(BackendUnavailable, match=words):
         await BlockStore.open(["memory:1MiB", "mine:here"])
