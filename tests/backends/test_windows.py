@@ -17,9 +17,9 @@ from kvwire.memory import compiled
 from kvwire.memory.compiled import compiled_function
 from kvwire_local import blocks
 from kvwire_local.blocks import MappedBlocks, ProcessBlocks
-from tests.backends.kvwire_local.window_rig import need_compiled, without_compiled
 from tests.backends.kvwire_ucx import support as ucx
 from tests.backends.window_owner import BLOCKS, Owner, owner
+from tests.support.compiled import need_compiled, without_compiled
 from tests.support.pairs import turns, until
 from tests.support.runs import ran
 
