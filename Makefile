@@ -44,7 +44,7 @@ PACKAGE ?=
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router fault-matrix test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-mooncake test-targets
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-mooncake test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -197,11 +197,6 @@ test-vllm-router: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps vllm-router==0.1.17 setproctitle orjson
 	$(VLLM_VENV)/bin/python -m pytest packages/vllm/tests/test_engines.py \
 	  -k router_of_others $(ARGS)
-
-# kvwire and NixlConnector on the same engines, while things go wrong. As root, on Linux.
-fault-matrix: $(VLLM_STAMP)
-	$(INSTALL) $(VLLM_VENV) nixl
-	$(VLLM_VENV)/bin/python -m packages.vllm.tests.programs.faults $(ARGS)
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)
