@@ -1,55 +1,73 @@
-"""Bugs planted in a reference backend, and the checks that must find each of them."""
+"""Bugs planted in a reference backend; each is a test that the kit's checks find it.
+
+A plant changes one method of the reference backend, the way a real backend gets it
+wrong. Every check that a plant names passes on the reference as it is.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
+from kvwire_certify.conformance import Report
+
 Plant = Callable[[pytest.MonkeyPatch], None]
+Kit = Callable[..., Awaitable[Report]]
+Found = Callable[[pytest.MonkeyPatch], Awaitable[None]]
+# A planted bug may make the kit wait in vain; nothing here takes as long by itself.
+_TIMEOUT_S = 0.4
+_descriptors: list[int] = []
 
 
-class Plants:
-    """The bugs of one test module."""
+def caught_by(kit: Kit, *checks: str) -> Callable[[Plant], Found]:
+    """Make a test of a bug: the checks of a kit must each find it."""
 
-    def __init__(self) -> None:
-        self.bugs: list[tuple[Plant, tuple[str, ...]]] = []
-        self._descriptors: list[int] = []
+    def made(plant: Plant) -> Found:
+        # The bugs are in code that treats all loops alike.
+        @pytest.mark.asyncio(loop_factories=["asyncio"])
+        async def test(monkeypatch: pytest.MonkeyPatch) -> None:
+            for check in checks:
+                with monkeypatch.context() as patch:
+                    plant(patch)
+                    report = await kit(
+                        "inproc", only=[check], timeout_s=_TIMEOUT_S, raising=False
+                    )
+                while _descriptors:
+                    os.close(_descriptors.pop())
+                (failed,) = report.failed
+                # It was the backend that failed, not the plant.
+                assert not failed.reason.startswith(("AttributeError", "NameError"))
 
-    def caught_by(self, *checks: str) -> Callable[[Plant], Plant]:
-        """Register a bug with the checks that must each find it."""
+        test.__name__ = plant.__name__
+        found: Found = test
+        return found
 
-        def register(plant: Plant) -> Plant:
-            self.bugs.append((plant, checks))
-            return plant
+    return made
 
-        return register
 
-    def instead_of(
-        self, right: Any, *checks: str
-    ) -> Callable[[Callable[..., Any]], Plant]:
-        """Register what a bug makes of a method; it is passed the right one first."""
+def planted_in(right: Any, bug: Callable[..., Any]) -> Plant:
+    """What a bug makes of a method; it is passed the right one first."""
+    owner_name, name = right.__qualname__.split(".")
 
-        owner_name, name = right.__qualname__.split(".")
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        owner = getattr(sys.modules[right.__module__], owner_name)
+        patch.setattr(owner, name, lambda *a, **named: bug(right, *a, **named))
 
-        def register(bug: Callable[..., Any]) -> Plant:
-            def plant(patch: pytest.MonkeyPatch) -> None:
-                owner = getattr(sys.modules[right.__module__], owner_name)
-                patch.setattr(owner, name, lambda *a, **named: bug(right, *a, **named))
+    plant.__name__ = bug.__name__
+    return plant
 
-            plant.__name__ = bug.__name__
-            return self.caught_by(*checks)(plant)
 
-        return register
+def instead_of(
+    right: Any, kit: Kit, *checks: str
+) -> Callable[[Callable[..., Any]], Found]:
+    """Make a test of what a bug makes of a method."""
+    return lambda bug: caught_by(kit, *checks)(planted_in(right, bug))
 
-    def leak_a_descriptor(self) -> None:
-        """Open a file that nobody closes before :meth:`clean_up`."""
-        self._descriptors.append(os.open(os.devnull, os.O_RDONLY))
 
-    def clean_up(self) -> None:
-        """Take back what bugs have left."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+def leak_a_descriptor() -> None:
+    """Open a file that nobody closes before the check is over."""
+    _descriptors.append(os.open(os.devnull, os.O_RDONLY))

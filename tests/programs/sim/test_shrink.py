@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.fault.planted import SEEDS, a_grant_begins_at_the_beginning_of_its_region
+from kvwire.proto.regions import Grants
+from tests.backends.planted import planted_in
+from tests.fault.test_planted import SEEDS, begins_at_the_beginning
 from tests.programs.sim import run
 from tests.programs.sim.__main__ import main
 
@@ -14,7 +16,7 @@ from tests.programs.sim.__main__ import main
 @pytest.fixture
 def bug(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the core that the simulator runs: a put goes beside its place."""
-    a_grant_begins_at_the_beginning_of_its_region(monkeypatch)
+    planted_in(Grants.check, begins_at_the_beginning)(monkeypatch)
 
 
 def first_failure() -> int:

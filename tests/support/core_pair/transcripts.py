@@ -3,7 +3,7 @@
 A transcript holds every frame of a script, in the order of arrival, and what each end
 made of it. Where another build of kvwire has the same conversation with itself, it
 shows whether that still says the same bytes, and makes the same of them.
-``python -m tests.support.core_pair.transcripts DIRECTORY`` writes them all.
+``python -m tests.support.core_pair.test_transcripts DIRECTORY`` writes them all.
 
 The format is text, one frame a line::
 
@@ -16,10 +16,8 @@ The format is text, one frame a line::
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from kvwire.errors import HandshakeError, ProtocolError
@@ -33,23 +31,21 @@ from kvwire.proto.events import (
     SegmentsAcknowledged,
 )
 from kvwire.proto.handshake import Identity
-from kvwire.types import Role, TrustMode
+from kvwire.types import Role
 from kvwire.wire.control import Fail, decode_body, narrowed
 from kvwire.wire.header import Flag, FrameType, decode_header
 from tests.support.core_pair.handshakes import (
     Frame,
     Shaking,
     begin,
-    identity,
     receive,
 )
 from tests.support.core_pair.peer import ConnectionPair
-from tests.support.core_pair.scripts import SCRIPTS, Script
 
 _ARROWS: Final = {Role.CLIENT: ">", Role.SERVER: "<"}
 _ROLES: Final = {arrow: role for role, arrow in _ARROWS.items()}
-# Frames are sealed with a key; where they are not, a mark may travel with its data.
-_TRUST: Final = {"pushed": TrustMode.LOOPBACK, "messages": TrustMode.MTLS}
+Script = Callable[[ConnectionPair], Iterator[str]]
+"""Does something, and says with each ``yield`` what, which then travels to its end."""
 
 
 @dataclass(slots=True)
@@ -117,11 +113,6 @@ class Case:
 def same(one: Frame, other: Frame) -> bool:
     """Whether two frames say the same; the text of a failure is for people only."""
     return one == other or _failure(one) == _failure(other) is not None
-
-
-def cases() -> list[Case]:
-    """Every transcript of this version."""
-    return [*_scripted(), *_refused()]
 
 
 def record(case: Case) -> Transcript:
@@ -208,54 +199,3 @@ def _lines(steps: list[Step]) -> Iterator[str]:
             yield f"{_ARROWS[role]} {header.hex()} {body.hex()}".rstrip()
         for event in step.events:
             yield f"! {event}"
-
-
-def _scripted() -> Iterator[Case]:
-    for name, script in SCRIPTS.items():
-        trust = _TRUST.get(name, TrustMode.PSK)
-        yield Case(
-            name=f"{name}-{trust.name.lower()}",
-            client=identity("client", trust=trust),
-            server=identity("server", trust=trust),
-            script=script,
-        )
-
-
-def _refused() -> Iterator[Case]:
-    psk, other = TrustMode.PSK, bytes(range(1, 33))
-    yield Case(
-        name="refused-version",
-        client=identity("client"),
-        server=identity("server", versions=(2, 3)),
-    )
-    yield Case(
-        name="refused-trust",
-        client=identity("client"),
-        server=identity("server", trust=psk),
-    )
-    yield Case(
-        name="refused-key",
-        client=identity("client", trust=psk),
-        server=identity("server", trust=psk, psk=other),
-    )
-    yield Case(
-        name="refused-profile",
-        client=identity("client", trust=psk, profile=(("model", "a"),)),
-        server=identity("server", trust=psk, profile=(("model", "b"),)),
-    )
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Write every transcript of this version into a directory."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.support.core_pair.transcripts"
-    )
-    parser.add_argument("directory", type=Path)
-    directory: Path = parser.parse_args(arguments).directory
-    directory.mkdir(parents=True, exist_ok=True)
-    for case in cases():
-        (directory / f"{case.name}.txt").write_text(str(record(case)))
-
-
-if __name__ == "__main__":
-    main()

@@ -12,31 +12,27 @@ import pytest
 from kvwire.backend import Landing, LinkHandler, Payload
 from kvwire.memory.copy import as_fragments, copy
 from kvwire.types import Address
+from kvwire_certify.conformance import check_backend
 from kvwire_inproc import InprocBackend
 from kvwire_inproc import backend as backend_module
 from kvwire_inproc import link as link_module
 from kvwire_inproc.backend import InprocListener
 from kvwire_inproc.link import InprocLink
 from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
-from tests.backends.planted import Plants
-
-PLANTS = Plants()
-caught_by = PLANTS.caught_by
-instead_of = PLANTS.instead_of
-
+from tests.backends.planted import caught_by, instead_of, leak_a_descriptor
 
 # --- frames ---------------------------------------------------------------------------
 
 
-@instead_of(InprocPipe.put, "order.sizes[small]", "order.echo")
-def loses_a_frame(put: Any, self: InprocPipe, frames: list[PipeFrame]) -> None:
+@instead_of(InprocPipe.put, check_backend, "order.sizes[small]", "order.echo")
+def test_loses_a_frame(put: Any, self: InprocPipe, frames: list[PipeFrame]) -> None:
     put(self, [frame for i, frame in enumerate(frames) if i % 10 != 9])
     if len(frames) == 1 and frames[0].payload_bytes == 300_000:
         self.done(frames[0])
 
 
-@caught_by("frame.headers")
-def changes_a_header(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "frame.headers")
+def test_changes_a_header(patch: pytest.MonkeyPatch) -> None:
     def frame(header: bytes, payload: Payload | None, token: object) -> PipeFrame:
         return PipeFrame(
             header[:7] + bytes([header[7] & 0x7F]) + header[8:], payload, token
@@ -45,8 +41,13 @@ def changes_a_header(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "PipeFrame", frame)
 
 
-@instead_of(InprocPipe.move, "payload.size[1]", "payload.kinds[view-to-thousands]")
-def delivers_before_the_bytes_are_there(
+@instead_of(
+    InprocPipe.move,
+    check_backend,
+    "payload.size[1]",
+    "payload.kinds[view-to-thousands]",
+)
+def test_delivers_before_the_bytes_are_there(
     move: Any, self: InprocPipe, frame: PipeFrame, landing: Any, limit: int
 ) -> Any:
     if landing is not None and frame.payload is not None:
@@ -55,8 +56,13 @@ def delivers_before_the_bytes_are_there(
     return move(self, frame, None, limit)
 
 
-@instead_of(InprocPipe.move, "payload.kinds[view-to-thousands]", "payload.size[33]")
-def writes_one_byte_too_many(
+@instead_of(
+    InprocPipe.move,
+    check_backend,
+    "payload.kinds[view-to-thousands]",
+    "payload.size[33]",
+)
+def test_writes_one_byte_too_many(
     move: Any, self: InprocPipe, frame: PipeFrame, landing: Any, limit: int
 ) -> Any:
     if landing is not None:
@@ -68,8 +74,8 @@ def writes_one_byte_too_many(
 # --- memory ---------------------------------------------------------------------------
 
 
-@caught_by("memory.source[view]", "memory.source-late", "threads.echo")
-def says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "memory.source[view]", "memory.source-late", "threads.echo")
+def test_says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
     put = InprocPipe.put
 
     def early(self: InprocPipe, frames: list[PipeFrame]) -> None:
@@ -90,16 +96,19 @@ def says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
 
 
 @caught_by(
+    check_backend,
     "frame.untokened[64KiB]",
     "frame.untokened-batch[flush]",
     "frame.untokened-batch[close]",
 )
-def keeps_no_copy_without_token(patch: pytest.MonkeyPatch) -> None:
+def test_keeps_no_copy_without_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "_owned", lambda payload: payload)
 
 
-@instead_of(InprocLink._finish, "memory.abort-midway", "memory.peer-abort")
-def writes_after_the_end(
+@instead_of(
+    InprocLink._finish, check_backend, "memory.abort-midway", "memory.peer-abort"
+)
+def test_writes_after_the_end(
     finish: Any, self: InprocLink, handler: LinkHandler, end: PipeEnd
 ) -> None:
     landing = self._landing
@@ -109,13 +118,15 @@ def writes_after_the_end(
         self._loop.call_soon(ends.__setitem__, slice(None), bytes(100))
 
 
-@caught_by("memory.abort-sender")
-def is_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "memory.abort-sender")
+def test_is_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocPipe, "end", lambda self, error: self.finish())
 
 
-@caught_by("memory.released-idle", "memory.released-aborted", "leak.collected")
-def holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
+@caught_by(
+    check_backend, "memory.released-idle", "memory.released-aborted", "leak.collected"
+)
+def test_holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
     held: list[object] = []
     send = InprocLink.send
 
@@ -134,27 +145,34 @@ def holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
 # --- callbacks ------------------------------------------------------------------------
 
 
-@instead_of(InprocLink.flush, "callback.once", "order.sizes[empty]")
-def delivers_from_inside_flush(flush: Any, self: InprocLink) -> None:
+@instead_of(InprocLink.flush, check_backend, "callback.once", "order.sizes[empty]")
+def test_delivers_from_inside_flush(flush: Any, self: InprocLink) -> None:
     flush(self)
     self._peer._turn()
 
 
-@instead_of(InprocLink.send, "callback.nested")
-def reenters_a_handler(send: Any, self: InprocLink, *arguments: Any) -> None:
+@instead_of(InprocLink.send, check_backend, "callback.nested")
+def test_reenters_a_handler(send: Any, self: InprocLink, *arguments: Any) -> None:
     send(self, *arguments)
     self._turn()
 
 
-@instead_of(InprocLink._turn, "order.ping-pong", "memory.source-late")
-def calls_back_on_another_thread(turn: Any, self: InprocLink) -> None:
+@instead_of(InprocLink._turn, check_backend, "order.ping-pong", "memory.source-late")
+def test_calls_back_on_another_thread(turn: Any, self: InprocLink) -> None:
     thread = threading.Thread(target=turn, args=(self,))
     thread.start()
     thread.join()
 
 
-@instead_of(InprocLink._receive, "callback.abort-in[header]", "memory.abort-receiver")
-def delivers_what_was_refused(_: Any, self: InprocLink, handler: LinkHandler) -> None:
+@instead_of(
+    InprocLink._receive,
+    check_backend,
+    "callback.abort-in[header]",
+    "memory.abort-receiver",
+)
+def test_delivers_what_was_refused(
+    right: Any, self: InprocLink, handler: LinkHandler
+) -> None:
     while (frame := self._into.head()) is not None:
         landing: Landing = handler.header_received(self, memoryview(frame.header))
         self._into.move(frame, landing.payload, frame.payload_bytes)
@@ -163,9 +181,12 @@ def delivers_what_was_refused(_: Any, self: InprocLink, handler: LinkHandler) ->
 
 
 @instead_of(
-    InprocLink._receive, "isolation.raises[arrival]", "isolation.raises[header]"
+    InprocLink._receive,
+    check_backend,
+    "isolation.raises[arrival]",
+    "isolation.raises[header]",
 )
-def swallows_errors_of_handlers(
+def test_swallows_errors_of_handlers(
     receive: Any, self: InprocLink, handler: LinkHandler
 ) -> None:
     try:
@@ -177,42 +198,48 @@ def swallows_errors_of_handlers(
 # --- the end --------------------------------------------------------------------------
 
 
-@instead_of(InprocLink._finish, "close.both", "abort.own[up]", "close.queued[small]")
-def says_link_closed_twice(
+@instead_of(
+    InprocLink._finish,
+    check_backend,
+    "close.both",
+    "abort.own[up]",
+    "close.queued[small]",
+)
+def test_says_link_closed_twice(
     finish: Any, self: InprocLink, handler: LinkHandler, end: PipeEnd
 ) -> None:
     finish(self, handler, end)
     self._loop.call_soon(handler.link_closed, self, end.error)
 
 
-@instead_of(InprocLink._finish, "abort.own[up]", "callback.in-closed")
-def never_says_link_closed_after_abort(
+@instead_of(InprocLink._finish, check_backend, "abort.own[up]", "callback.in-closed")
+def test_never_says_link_closed_after_abort(
     finish: Any, self: InprocLink, handler: LinkHandler, end: PipeEnd
 ) -> None:
     if self._ending is None:
         finish(self, handler, end)
 
 
-@caught_by("close.queued[many]", "close.flushed[large]", "close.unread")
-def drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "close.queued[many]", "close.flushed[large]", "close.unread")
+def test_drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocPipe, "finish", lambda self: self.end(None))
 
 
-@instead_of(InprocLink.close, "close.against-bulk", "close.both")
-def resets_what_the_peer_sends_on_close(close: Any, self: InprocLink) -> None:
+@instead_of(InprocLink.close, check_backend, "close.against-bulk", "close.both")
+def test_resets_what_the_peer_sends_on_close(close: Any, self: InprocLink) -> None:
     if not self._into.drained or self._out.queued_bytes > 4 << 20:
         self.abort()
     close(self)
 
 
-@caught_by("close.then-abort", "abort.bulk-told")
-def takes_abort_for_a_clean_end(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "close.then-abort", "abort.bulk-told")
+def test_takes_abort_for_a_clean_end(patch: pytest.MonkeyPatch) -> None:
     end = InprocPipe.end
     patch.setattr(InprocPipe, "end", lambda self, error: end(self, None))
 
 
-@instead_of(InprocLink.close, "close.send-after")
-def sends_after_close(close: Any, self: InprocLink) -> None:
+@instead_of(InprocLink.close, check_backend, "close.send-after")
+def test_sends_after_close(close: Any, self: InprocLink) -> None:
     close(self)
     self._closing = False
 
@@ -220,24 +247,24 @@ def sends_after_close(close: Any, self: InprocLink) -> None:
 # --- counters -------------------------------------------------------------------------
 
 
-@caught_by("pressure.queued-counts")
-def forgets_headers_in_queued_bytes(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "pressure.queued-counts")
+def test_forgets_headers_in_queued_bytes(patch: pytest.MonkeyPatch) -> None:
     queued = property(lambda self: sum(f.payload_bytes for f in self._unflushed))
     patch.setattr(InprocLink, "queued_bytes", queued)
 
 
-@caught_by("pressure.unread")
-def never_says_link_writable(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "pressure.unread")
+def test_never_says_link_writable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "_over", lambda self: True)
 
 
-@caught_by("pressure.fair-loop", "pressure.fair-other")
-def takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "pressure.fair-loop", "pressure.fair-other")
+def test_takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "WAKEUP_BYTES", 1 << 40)
 
 
-@instead_of(InprocPipe.put, "pressure.fair-loop", "close.flushed[many]")
-def stops_behind_the_first_frame(
+@instead_of(InprocPipe.put, check_backend, "pressure.fair-loop", "close.flushed[many]")
+def test_stops_behind_the_first_frame(
     put: Any, self: InprocPipe, frames: list[PipeFrame]
 ) -> None:
     if not self.__dict__.setdefault("stopped", False):
@@ -248,21 +275,21 @@ def stops_behind_the_first_frame(
 # --- pausing --------------------------------------------------------------------------
 
 
-@caught_by("pause.before", "pause.each", "pause.end")
-def ignores_pause(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "pause.before", "pause.each", "pause.end")
+def test_ignores_pause(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "pause", lambda self: None)
 
 
 # --- addresses, isolation and leaks ---------------------------------------------------
 
 
-@caught_by("address.conflict")
-def takes_a_taken_name(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "address.conflict")
+def test_takes_a_taken_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(type(backend_module._names), "_free", lambda self, name: True)
 
 
-@caught_by("address.again")
-def closes_links_with_their_listener(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "address.again")
+def test_closes_links_with_their_listener(patch: pytest.MonkeyPatch) -> None:
     taken: list[InprocLink] = []
     take, close = InprocListener.take, InprocListener.close
 
@@ -279,22 +306,24 @@ def closes_links_with_their_listener(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocListener, "close", close_all)
 
 
-@instead_of(InprocListener.close, "address.refused", "cancel.listen")
-async def never_comes_back_from_closing(close: Any, self: InprocListener) -> None:
+@instead_of(InprocListener.close, check_backend, "address.refused", "cancel.listen")
+async def test_never_comes_back_from_closing(close: Any, self: InprocListener) -> None:
     await close(self)
     await asyncio.Event().wait()
 
 
-@instead_of(InprocListener.take, "address.accept-raises")
-def gives_up_when_accept_raises(_: Any, self: InprocListener, link: InprocLink) -> None:
+@instead_of(InprocListener.take, check_backend, "address.accept-raises")
+def test_gives_up_when_accept_raises(
+    right: Any, self: InprocListener, link: InprocLink
+) -> None:
     try:
         self._accept(link)
     except ValueError:
         backend_module._names.give_back(self)
 
 
-@caught_by("isolation.sixteen")
-def mixes_two_links(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_backend, "isolation.sixteen")
+def test_mixes_two_links(patch: pytest.MonkeyPatch) -> None:
     put = InprocPipe.put
     ways: list[InprocPipe] = []
 
@@ -307,19 +336,20 @@ def mixes_two_links(patch: pytest.MonkeyPatch) -> None:
 
 @instead_of(
     InprocLink.__init__,
+    check_backend,
     "leak.cycles[closed]",
     "payload.size[0]",
     "leak.cycles[unstarted]",
 )
-def leaks_a_descriptor_for_each_link(
+def test_leaks_a_descriptor_for_each_link(
     init: Any, self: InprocLink, *arguments: Any
 ) -> None:
     init(self, *arguments)
-    PLANTS.leak_a_descriptor()
+    leak_a_descriptor()
 
 
-@instead_of(InprocBackend.connect, "cancel.connect")
-async def leaves_half_a_link_when_cancelled(
+@instead_of(InprocBackend.connect, check_backend, "cancel.connect")
+async def test_leaves_half_a_link_when_cancelled(
     connect: Any, self: InprocBackend, address: Address
 ) -> Any:
     link = await connect(self, address)

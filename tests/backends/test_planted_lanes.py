@@ -9,31 +9,27 @@ import pytest
 
 from kvwire.backend import Landing, Link
 from kvwire.backend.lane import LaneHandler
+from kvwire_certify.conformance import check_lanes
 from kvwire_inproc.lane import InprocLane
-from tests.backends.planted import Plants
-
-PLANTS = Plants()
-caught_by = PLANTS.caught_by
-instead_of = PLANTS.instead_of
-
+from tests.backends.planted import caught_by, instead_of, leak_a_descriptor
 
 # --- coming up ------------------------------------------------------------------------
 
 
-@caught_by("join.idle")
-def changes_its_bootstrap(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_lanes, "join.idle")
+def test_changes_its_bootstrap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "bootstrap", property(lambda self: os.urandom(16)))
 
 
-@instead_of(InprocLane.join, "join.refuses[half]", "leak.cycles[refused]")
-async def fails_on_a_bad_bootstrap_with_another_error(
-    _: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
+@instead_of(InprocLane.join, check_lanes, "join.refuses[half]", "leak.cycles[refused]")
+async def test_fails_on_a_bad_bootstrap_with_another_error(
+    right: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
 ) -> None:
     raise ValueError("not 16 bytes")
 
 
-@instead_of(InprocLane.join, "join.disturbed[aborted]")
-async def joins_after_it_was_aborted(
+@instead_of(InprocLane.join, check_lanes, "join.disturbed[aborted]")
+async def test_joins_after_it_was_aborted(
     join: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
 ) -> None:
     self._ended = False
@@ -44,8 +40,12 @@ async def joins_after_it_was_aborted(
 # --- memory ---------------------------------------------------------------------------
 
 
-@instead_of(InprocLane._end, "memory.abort-receiver", "memory.abort-midway")
-def writes_after_the_end(end: Any, self: InprocLane, error: Exception | None) -> None:
+@instead_of(
+    InprocLane._end, check_lanes, "memory.abort-receiver", "memory.abort-midway"
+)
+def test_writes_after_the_end(
+    end: Any, self: InprocLane, error: Exception | None
+) -> None:
     landings = [landing.payload for _, landing in self._awaited]
     end(self, error)
 
@@ -64,8 +64,8 @@ def writes_after_the_end(end: Any, self: InprocLane, error: Exception | None) ->
 # --- callbacks ------------------------------------------------------------------------
 
 
-@instead_of(InprocLane.receive, "callback.unflushed")
-def delivers_from_inside_receive(
+@instead_of(InprocLane.receive, check_lanes, "callback.unflushed")
+def test_delivers_from_inside_receive(
     receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
 ) -> None:
     receive(self, descriptor, landing)
@@ -77,18 +77,20 @@ def delivers_from_inside_receive(
 # --- pressure and the end -------------------------------------------------------------
 
 
-@caught_by("pressure.received-total[landed]")
-def does_not_count_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_lanes, "pressure.received-total[landed]")
+def test_does_not_count_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "received_bytes", property(lambda self: 0))
 
 
-@caught_by("close.queued[nothing]", "close.twice")
-def never_ends_when_closed(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_lanes, "close.queued[nothing]", "close.twice")
+def test_never_ends_when_closed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "close", InprocLane.flush)
 
 
-@instead_of(InprocLane.link_closed, "abort.peer[awaiting]", "abort.peer[receiving]")
-def lets_the_peer_wait_for_ever(
+@instead_of(
+    InprocLane.link_closed, check_lanes, "abort.peer[awaiting]", "abort.peer[receiving]"
+)
+def test_lets_the_peer_wait_for_ever(
     closed: Any, self: InprocLane, link: Link, error: Exception | None
 ) -> None:
     if self._ended:
@@ -100,19 +102,23 @@ def lets_the_peer_wait_for_ever(
 
 @instead_of(
     InprocLane.receive,
+    check_lanes,
     "descriptor.refused[one-byte-more]",
     "descriptor.refused[too-long]",
 )
-def takes_any_descriptor(
+def test_takes_any_descriptor(
     receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
 ) -> None:
     receive(self, descriptor[:8].ljust(8, b"\0"), landing)
 
 
 @instead_of(
-    InprocLane.receive, "descriptor.truncated[view]", "descriptor.refused[of-ones]"
+    InprocLane.receive,
+    check_lanes,
+    "descriptor.truncated[view]",
+    "descriptor.refused[of-ones]",
 )
-def fails_on_a_wrong_descriptor_with_another_error(
+def test_fails_on_a_wrong_descriptor_with_another_error(
     receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
 ) -> None:
     if len(descriptor) != 8:
@@ -120,7 +126,7 @@ def fails_on_a_wrong_descriptor_with_another_error(
     receive(self, descriptor, landing)
 
 
-@instead_of(InprocLane.__init__, "leak.cycles[unjoined]", "join.idle")
-def leaks_a_descriptor_for_each_lane(init: Any, self: InprocLane) -> None:
+@instead_of(InprocLane.__init__, check_lanes, "leak.cycles[unjoined]", "join.idle")
+def test_leaks_a_descriptor_for_each_lane(init: Any, self: InprocLane) -> None:
     init(self)
-    PLANTS.leak_a_descriptor()
+    leak_a_descriptor()

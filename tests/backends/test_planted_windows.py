@@ -13,10 +13,11 @@ from kvwire.errors import ConnectionLost
 from kvwire.kv.blocks import Bits
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.generations import require_order
+from kvwire_certify.conformance import check_lanes
+from kvwire_certify.conformance.runner import LANE_CHECKS
 from kvwire_inproc.lane import InprocLane
-from tests.backends.planted import Plants
+from tests.backends.planted import Plant, caught_by, instead_of
 
-PLANTS = Plants()
 _ENTRY_BYTES = 8
 
 
@@ -80,37 +81,53 @@ def reads_windows(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def _planted(name: str, method: str, bug: Any, *checks: str) -> None:
-    """Register a bug of the reader above."""
+def reader_with(method: str, bug: Any) -> Plant:
+    """A bug of the reader above."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         reads_windows(patch)
         patch.setattr(InprocWindow, method, bug)
 
-    plant.__name__ = name
-    PLANTS.caught_by(*checks)(plant)
+    return plant
 
 
-_planted(
-    "does_not_look_again",
-    "looks_after",
-    lambda self, entry, ticket: True,
-    "windows.changing",
-)
-_planted(
-    "does_not_look_at_all",
-    "looks_before",
-    lambda self, entry, ticket: True,
-    "windows.withdrawn",
-    "windows.forged",
-    "windows.changing",
-)
+def _says_that_all_is_well(self: InprocWindow, batch: BlockRead) -> Bits:
+    return np.ones(batch.entries.size, np.bool_)
+
+
+def _fails_with_another_error(self: InprocWindow, batch: BlockRead) -> Bits:
+    raise KeyError("no lane")
+
+
+BUGS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
+    "does not look again": (
+        "looks_after",
+        lambda self, entry, ticket: True,
+        ("windows.changing",),
+    ),
+    "does not look at all": (
+        "looks_before",
+        lambda self, entry, ticket: True,
+        ("windows.withdrawn", "windows.forged", "windows.changing"),
+    ),
+    "reads after close": ("check", lambda self: None, ("windows.closed",)),
+    "copies nothing": ("read", _says_that_all_is_well, ("windows.offered",)),
+    "raises anything": ("read", _fails_with_another_error, ("windows.ended",)),
+}
+
+
+@pytest.mark.asyncio(loop_factories=["asyncio"])
+@pytest.mark.parametrize("name", BUGS)
+async def test_a_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    method, bug, checks = BUGS[name]
+    await caught_by(check_lanes, *checks)(reader_with(method, bug))(monkeypatch)
+
 
 _right_look = InprocWindow.looks_before
 
 
-@PLANTS.caught_by("windows.forged")
-def believes_entries_beyond_the_table(patch: pytest.MonkeyPatch) -> None:
+@caught_by(check_lanes, "windows.forged")
+def test_believes_entries_beyond_the_table(patch: pytest.MonkeyPatch) -> None:
     reads_windows(patch)
 
     def inside(self: InprocWindow, origin: int, run: int, entry: int) -> bool:
@@ -123,23 +140,18 @@ def believes_entries_beyond_the_table(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocWindow, "looks_before", looks)
 
 
-_planted("reads_after_close", "check", lambda self: None, "windows.closed")
+async def test_a_lane_that_reads_windows_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reader in which the bugs are planted has none by itself."""
+    reads_windows(monkeypatch)
+    checks = [c.id for c in LANE_CHECKS if c.id.startswith("windows.")]
+    report = await check_lanes("inproc", only=checks)
+    assert len(report.passed) == len(checks) == 6
 
 
-def _says_that_all_is_well(self: InprocWindow, batch: BlockRead) -> Bits:
-    return np.ones(batch.entries.size, np.bool_)
-
-
-def _fails_with_another_error(self: InprocWindow, batch: BlockRead) -> Bits:
-    raise KeyError("no lane")
-
-
-_planted("copies_nothing", "read", _says_that_all_is_well, "windows.offered")
-_planted("raises_anything", "read", _fails_with_another_error, "windows.ended")
-
-
-@PLANTS.instead_of(InprocLane.send, "windows.changing")
-def sends_what_the_memory_held_before(
+@instead_of(InprocLane.send, check_lanes, "windows.changing")
+def test_sends_what_the_memory_held_before(
     send: Any, self: InprocLane, payload: Any, token: object
 ) -> bytes:
     """What a window that is read by messages does not survive."""
