@@ -54,6 +54,32 @@ PEERS = [
 ]
 IN_PLACE = (True, False, True, False)
 Check = Callable[[Peer, pytest.MonkeyPatch, Path], Awaitable[bool]]
+ROWS: list[str] = []
+
+
+def row(
+    name: str, expected: tuple[bool, ...]
+) -> Callable[[Check], Callable[..., Awaitable[None]]]:
+    """Make a test of what a row of the page names: whether each of PEERS gets it."""
+    ROWS.append(name)
+
+    def made(check: Check) -> Callable[..., Awaitable[None]]:
+        @pytest.mark.parametrize(
+            ("peer", "gets"),
+            list(zip(PEERS, expected, strict=True)),
+            ids=["user", "other", "peers", "off"],
+        )
+        async def test(
+            peer: Peer, gets: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        ) -> None:
+            who = PeerProcess(os.getpid(), peer.uid)
+            monkeypatch.setattr("kvwire_local.rendezvous.peer_process", lambda _: who)
+            assert await check(peer, monkeypatch, tmp_path) == gets
+
+        test.__name__ = check.__name__
+        return test
+
+    return made
 
 
 async def moved(both: Halves, memory: npt.NDArray[np.uint8]) -> PlaceKind:
@@ -67,7 +93,8 @@ async def moved(both: Halves, memory: npt.NDArray[np.uint8]) -> PlaceKind:
     return decode(descriptor, memory.size).kind
 
 
-async def arenas_with_payload(peer: Peer, *_: object) -> bool:
+@row("arenas with payload", IN_PLACE)
+async def test_arenas_with_payload(peer: Peer, *_: object) -> bool:
     with Arena(2 * MIB, name="kvwire-secret") as arena:
         memory = arena.buffer(MIB)
         async with halves("arena", peer.windows) as both:
@@ -77,7 +104,8 @@ async def arenas_with_payload(peer: Peer, *_: object) -> bool:
     return got
 
 
-async def arenas_with_a_window(peer: Peer, *_: object) -> bool:
+@row("arenas with a window", IN_PLACE)
+async def test_arenas_with_a_window(peer: Peer, *_: object) -> bool:
     with closing(OwnersCache(2, 4, 4096, in_arena=True)) as owner:
         async with halves("arena", peer.windows) as both:
             try:
@@ -88,12 +116,14 @@ async def arenas_with_a_window(peer: Peer, *_: object) -> bool:
     return True
 
 
-async def addresses(peer: Peer, *_: object) -> bool:
+@row("addresses of payload", IN_PLACE)
+async def test_addresses(peer: Peer, *_: object) -> bool:
     async with halves("auto", peer.windows) as both:
         return await moved(both, np.full(MIB, 5, np.uint8)) is PlaceKind.MEMORY
 
 
-async def permission(peer: Peer, patch: pytest.MonkeyPatch, folder: Path) -> bool:
+@row("permission to trace the process", IN_PLACE)
+async def test_permission(peer: Peer, patch: pytest.MonkeyPatch, folder: Path) -> bool:
     (folder / "scope").write_text("1")
     named: list[int] = []
 
@@ -107,7 +137,10 @@ async def permission(peer: Peer, patch: pytest.MonkeyPatch, folder: Path) -> boo
         return os.getpid() in named
 
 
-async def device_handles(peer: Peer, patch: pytest.MonkeyPatch, _: Path) -> bool:
+@row("handles of device memory", IN_PLACE)
+async def test_device_handles(
+    peer: Peer, patch: pytest.MonkeyPatch, *_: object
+) -> bool:
     patch.setattr("kvwire_local.windows.shared_allocations", lambda _: b"handles")
     with closing(OwnersCache(2, 4, 4096, in_arena=True)) as owner:
         async with halves("auto", peer.windows) as both:
@@ -120,13 +153,15 @@ async def device_handles(peer: Peer, patch: pytest.MonkeyPatch, _: Path) -> bool
     return True
 
 
-async def ring(peer: Peer, *_: object) -> bool:
+@row("the ring of a lane", (True,) * 4)
+async def test_ring(peer: Peer, *_: object) -> bool:
     async with halves("arena", peer.windows) as both:
         await moved(both, np.full(MIB, 5, np.uint8))
         return mapped("kvwire-staging")
 
 
-async def window_keys(peer: Peer, *_: object) -> bool:
+@row("keys of a window", (False, False, True, False))
+async def test_window_keys(peer: Peer, *_: object) -> bool:
     async with pair("ucx", {}, peer.windows) as (owner, _reader):
         try:
             return bool(owner.expose(Pool(4).memory))
@@ -134,7 +169,8 @@ async def window_keys(peer: Peer, *_: object) -> bool:
             return False
 
 
-async def lasting_keys(peer: Peer, *_: object) -> bool:
+@row("keys of payload", (True, True, False, False))
+async def test_lasting_keys(peer: Peer, *_: object) -> bool:
     """Whether UCX may keep the keys of payload that was sent."""
     backend = UcxBackend()
     lane = LaneContext(
@@ -147,27 +183,16 @@ async def lasting_keys(peer: Peer, *_: object) -> bool:
         await backend.aclose()
 
 
-async def arrays(peer: Peer, *_: object) -> bool:
+@row("descriptions of arrays", (True, True, True, False))
+async def test_arrays(peer: Peer, *_: object) -> bool:
     return nixl_settings({}, peer.windows).exposes_caches
 
 
-# For each row, whether each of PEERS gets it.
-ROWS: dict[str, tuple[Check, tuple[bool, ...]]] = {
-    "arenas with payload": (arenas_with_payload, IN_PLACE),
-    "arenas with a window": (arenas_with_a_window, IN_PLACE),
-    "addresses of payload": (addresses, IN_PLACE),
-    "permission to trace the process": (permission, IN_PLACE),
-    "handles of device memory": (device_handles, IN_PLACE),
-    "the ring of a lane": (ring, (True,) * 4),
-    "keys of a window": (window_keys, (False, False, True, False)),
-    "keys of payload": (lasting_keys, (True, True, False, False)),
-    "descriptions of arrays": (arrays, (True, True, True, False)),
-}
 # Rows in which neither users nor the setting count, and the tests that try them.
 ELSEWHERE = {
     "identifiers of communicators": "kvwire_nccl/test_lane",
     "grants": "fault/test_tenants",
-    "tickets": "endpoint/test_windows",
+    "tickets": "windows/test_windows",
     "windows of a store": "test_server_tenants",
 }
 
@@ -176,16 +201,3 @@ def test_each_row_of_the_page_is_tried() -> None:
     section = PAGE.read_text().split("### What leaves a process\n")[1].split("\n###")[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     assert [line.split(" | ")[0][2:] for line in lines[1:]] == [*ROWS, *ELSEWHERE]
-
-
-@pytest.mark.parametrize(
-    "number", range(len(PEERS)), ids=["user", "other", "peers", "off"]
-)
-@pytest.mark.parametrize("row", ROWS)
-async def test_a_peer_gets_what_it_may_read(
-    row: str, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    who = PeerProcess(os.getpid(), PEERS[number].uid)
-    monkeypatch.setattr("kvwire_local.rendezvous.peer_process", lambda _: who)
-    check, expected = ROWS[row]
-    assert await check(PEERS[number], monkeypatch, tmp_path) == expected[number]
