@@ -307,20 +307,20 @@ class Host:
     network: int
 
     @classmethod
-    def here(cls) -> Self:
+    def here(cls, boot_id: Path = _BOOT_ID, network: Path = _NETWORK) -> Self:
         """Return this process's host and namespace.
 
         Raises:
             BackendUnavailable: /proc does not contain them.
         """
         try:
-            boot_id = uuid.UUID(_BOOT_ID.read_text().strip()).bytes
-            network = _NETWORK.stat().st_ino
+            host = uuid.UUID(boot_id.read_text().strip()).bytes
+            namespace = network.stat().st_ino
         except (OSError, ValueError) as exc:
             raise BackendUnavailable(
                 f"local: /proc does not identify this host: {exc}"
             ) from exc
-        return cls(boot_id, network)
+        return cls(host, namespace)
 
     def encode(self) -> bytes:
         """Return them as the bootstrap of a lane."""

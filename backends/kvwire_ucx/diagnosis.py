@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import resource as limits
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -80,11 +80,11 @@ def findings() -> tuple[Finding, ...]:
 
 
 def _findings() -> Iterator[Finding]:
-    yield _copies()
+    yield _copies(copies())
     resources, knows_rdma = probed()
     found = ", ".join(map(str, resources))
     yield Finding(name="UCX transports", state="ok", text=found)
-    yield _rdma(resources, knows_rdma)
+    yield _rdma(resources, knows_rdma, rdma_devices())
     yield _windows(resources)
     if not any(r.transport == "cma" for r in resources):
         yield _no_cma()
@@ -92,10 +92,10 @@ def _findings() -> Iterator[Finding]:
         yield _memlock()
 
 
-def _copies() -> Finding:
+def _copies(loaded: Iterable[str]) -> Finding:
     library = load()
     here = f"UCX {library.version}, {library.path}"
-    others = [path for path in copies() if not Path(path).samefile(library.path)]
+    others = [path for path in loaded if not Path(path).samefile(library.path)]
     if not others:
         return Finding(name="libucp", state="ok", text=here)
     return Finding(
@@ -106,8 +106,10 @@ def _copies() -> Finding:
     )
 
 
-def _rdma(resources: tuple[Resource, ...], knows_rdma: bool) -> Finding:
-    devices = ", ".join(rdma_devices())
+def _rdma(
+    resources: tuple[Resource, ...], knows_rdma: bool, kernel_has: Sequence[str]
+) -> Finding:
+    devices = ", ".join(kernel_has)
     usable = ", ".join(str(r) for r in resources if r.is_rdma)
     if usable:
         return Finding(name="RDMA", state="ok", text=f"UCX uses {usable}")

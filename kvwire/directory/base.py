@@ -47,8 +47,6 @@ from kvwire.errors import (
     shown,
 )
 
-# A directory that has not listed its members within this time counts as unreachable.
-DIRECTORY_LIST_S: Final = 10.0
 # An unreachable directory is tried again after a pause that doubles.
 DIRECTORY_RETRY_S: Final = 0.1
 DIRECTORY_RETRY_S_MAX: Final = 5.0
@@ -80,6 +78,8 @@ class Directory(AsyncWith, ABC):
         reason: Why it cannot be watched; empty while it can.
     """
 
+    # A directory that has not listed its members by then counts as unreachable.
+    list_s: float = 10.0
     options: ClassVar[Mapping[str, str]] = {}
     read_only: ClassVar[str] = ""
     many_hosts: ClassVar[bool] = False
@@ -379,10 +379,10 @@ class Directory(AsyncWith, ABC):
             try:
                 while True:
                     if members.doubts:
-                        await asyncio.wait({pending}, timeout=DIRECTORY_LIST_S)
+                        await asyncio.wait({pending}, timeout=self.list_s)
                         if not pending.done():
                             raise TimeoutError(
-                                f"no list arrived within {DIRECTORY_LIST_S:g} s"
+                                f"no list arrived within {self.list_s:g} s"
                             )
                     else:
                         patience_s = members.expires_in(loop.time())

@@ -38,6 +38,9 @@ _ENDING: Final = ".json"
 class FileDirectory(Directory):
     """Keeps records in a folder: ``file:/run/fleet``, or this user's for ``file:``."""
 
+    # How long a file stays after its lease has ended, by a monotonic clock: its writer
+    # may be alive and renew it.
+    over_s: float = 60.0
     options: ClassVar[Mapping[str, str]] = {"interval_s": str(FILE_INTERVAL_S)}
 
     def __init__(self, url: str) -> None:
@@ -115,7 +118,7 @@ class FileDirectory(Directory):
             before = self._over.get(entry.name, (0, 0.0))
             same = before[0] == changed
             over[entry.name] = before if same else (changed, looked_at)
-            expired = same and looked_at - before[1] >= _OVER_S
+            expired = same and looked_at - before[1] >= self.over_s
             if expired and self._may_go(entry.name, key):
                 Path(entry.path).unlink(missing_ok=True)
         self._over = over  # bounded: MEMBERS_MAX
@@ -163,6 +166,3 @@ class FileDirectory(Directory):
 
 # The prefix of files that are being written.
 _BESIDE: Final = ".kvwire-"
-# How long a file stays after its lease has ended, by a monotonic clock: its writer may
-# be alive and renew it.
-_OVER_S: Final = 60.0

@@ -42,8 +42,6 @@ _CONNECT_S: Final = 2
 _CLOSE_S: Final = 1.0
 # A server that does not answer two pings is gone.
 _PING_S: Final = 5
-# After this silence, the server is asked whether it still has the watch.
-_SILENCE_S: Final = 5.0
 _LEASE_S: Final = 30.0
 _REPLICAS_MAX: Final = 5
 
@@ -55,6 +53,8 @@ class NatsDirectory(Directory):
     the time for which the bucket keeps entries.
     """
 
+    # After this silence, the server is asked whether it still has the watch.
+    silence_s: float = 5.0
     options: ClassVar[Mapping[str, str]] = {
         "bucket": "kvwire",
         "lease_s": str(_LEASE_S),
@@ -126,7 +126,7 @@ class NatsDirectory(Directory):
                     # Everything that the server has already sent arrives within the
                     # silence.
                     try:
-                        yield _read(await entries.next_msg(_SILENCE_S))
+                        yield _read(await entries.next_msg(self.silence_s))
                         received += 1
                     except nats.errors.TimeoutError:
                         if delivered > received:

@@ -28,8 +28,6 @@ with needed_by("a directory on Ray", extra="ray"):
 
 NAMESPACE: Final = "kvwire"
 
-# A call that waits for a change returns after this time if there is none.
-_WAIT_S: Final = 1.0
 # If a call gets no answer within this time, the follower counts the actor as
 # unreachable. It is well within a usual lease, so no member leaves meanwhile.
 _SILENCE_S: Final = 3.0
@@ -47,7 +45,9 @@ class RayTable:
     numbers begin again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wait_s: float = 1.0) -> None:
+        # A call that waits for a change returns after this time if there is none.
+        self._wait_s = wait_s
         self._life = time.time_ns()
         self._number = 0
         # Oldest change first; values with the end of their leases, None once erased.
@@ -81,7 +81,7 @@ class RayTable:
         if life == self._life and number == self._number:
             changed = self._changed
             try:
-                async with asyncio.timeout(_WAIT_S):
+                async with asyncio.timeout(self._wait_s):
                     await changed.wait()
             except TimeoutError:
                 pass

@@ -35,9 +35,6 @@ with needed_by("a directory in Redis", extra="redis"):
     from redis.asyncio.client import PubSub
     from redis.exceptions import AskError, NoPermissionError, TryAgainError
 
-# After this silence a channel is tested with a message of its own, which may take the
-# same time again. Other members' renewals also show that the channel works.
-_SILENCE_S: Final = 5.0
 # The limit for a connection, and for each answer.
 _TIMEOUT_S: Final = 5.0
 # How many keys are read at once.
@@ -48,8 +45,15 @@ _STEP: Final = 5000
 
 
 class RedisDirectory(Directory):
-    """Keeps records on a server: ``redis://``, ``rediss://`` (TLS) or ``valkey://``."""
+    """Keeps records on a server: ``redis://``, ``rediss://`` (TLS) or ``valkey://``.
 
+    Attributes:
+        silence_s: After this silence a channel is tested with a message of its own,
+            which may take the same time again. Renewals of others also show that the
+            channel works.
+    """
+
+    silence_s: float = 5.0
     # Fleets that share a server have different prefixes.
     options: ClassVar[Mapping[str, str]] = {
         "prefix": "kvwire",
@@ -118,12 +122,12 @@ class RedisDirectory(Directory):
         """Wait for a message; test the server if none arrives."""
         for _ in range(2):
             message: dict[str, Any] | None = await channel.get_message(
-                timeout=_SILENCE_S
+                timeout=self.silence_s
             )
             if message is not None:
                 return message
             await self._stir(client, channel)
-        raise TimeoutError(f"the server sent nothing for {2 * _SILENCE_S:g} s")
+        raise TimeoutError(f"the server sent nothing for {2 * self.silence_s:g} s")
 
     async def _stir(self, client: RedisClient, channel: PubSub) -> None:
         """Publish a message on the channel, once the server has accepted a write.

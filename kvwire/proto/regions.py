@@ -50,7 +50,8 @@ class RegionRecord:
 class RegionTable:
     """Holds the regions of a communicator."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = REGIONS_MAX) -> None:
+        self._most = most
         self._open: dict[RegionId, RegionRecord] = {}
         self._last = 0
 
@@ -59,10 +60,9 @@ class RegionTable:
 
     def register(self, buffer: BufferId, nbytes: int, access: Access) -> RegionRecord:
         """Create a region from a buffer."""
-        if len(self._open) >= REGIONS_MAX:
+        if len(self._open) >= self._most:
             raise UsageError(
-                f"{REGIONS_MAX} regions are open, which is the limit; close some of "
-                "them"
+                f"{self._most} regions are open, which is the limit; close some of them"
             )
         self._last += 1
         region = RegionRecord(
@@ -102,8 +102,9 @@ class GrantRow:
 class Grants:
     """Holds the grants made for one connection's peer."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, most: int = GRANTS_MAX) -> None:
         self._key = key
+        self._most = most
         self._rows: dict[int, GrantRow] = {}
         self._last = 0
 
@@ -123,9 +124,9 @@ class Grants:
                 f"{region.access}"
             )
         self._drop_dead()
-        if len(self._rows) >= GRANTS_MAX:
+        if len(self._rows) >= self._most:
             raise UsageError(
-                f"{GRANTS_MAX} grants are open on this connection, which is the "
+                f"{self._most} grants are open on this connection, which is the "
                 "limit; revoke some regions"
             )
         self._last += 1
@@ -176,7 +177,7 @@ class Grants:
 
     def _drop_dead(self) -> None:
         """Drop stale grants, if there is no room for a new one."""
-        if len(self._rows) < GRANTS_MAX:
+        if len(self._rows) < self._most:
             return
         self._rows = {
             row.id: row

@@ -226,9 +226,9 @@ async def test_nobody_leaves_because_a_watch_receives_nothing() -> None:
 async def test_a_list_that_never_comes_lets_nobody_leave(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("kvwire.directory.base.DIRECTORY_LIST_S", 0.1)
     here = MemoryDirectory()
     watching = _Deaf(here.hub)
+    watching.list_s = 0.1
     await here.write(record(1).key, record(1, lease_s=0.5).encode(), 0.5)
     async with aclosing(watching.watch()) as changes:
         assert (await anext(changes)).kind is ChangeKind.JOINED

@@ -37,7 +37,7 @@ async def test_a_folder_that_is_not_there_is_empty(tmp_path: Path) -> None:
 
 
 async def test_files_of_the_dead_are_not_read_and_then_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     directory = FileDirectory(f"file:{tmp_path}")
     await directory.write(record(1).key, record(1).encode(), 10.0)
@@ -49,7 +49,7 @@ async def test_files_of_the_dead_are_not_read_and_then_removed(
         assert await directory.members() == ()
         assert names(tmp_path) == {path.name, half.name}
     # A minute later, by the clock of the loop.
-    monkeypatch.setattr("kvwire.directory.file._OVER_S", 0.0)
+    directory.over_s = 0.0
     os.utime(half, (time.time() - 1,) * 2)
     assert await directory.members() == ()
     assert names(tmp_path) == {half.name}, "it has been written since"

@@ -12,6 +12,7 @@ import pytest
 
 from kvwire import ConnectError, UsageError
 from kvwire.directory import ChangeKind, Directory, open_directory
+from kvwire.directory.nats import NatsDirectory
 from tests.directory.records import record
 from tests.support.certificates import Authority
 from tests.support.pairs import until
@@ -100,13 +101,13 @@ async def _lose_consumers(stream: Any) -> None:
 async def test_a_watch_that_the_server_has_lost_is_begun_anew(
     lose: Callable[[Any], Awaitable[None]],
     others: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The connection lives on, and nothing arrives on it any more."""
-    monkeypatch.setattr("kvwire.directory.nats._SILENCE_S", 0.3)
     with nats_server() as server:
         url = f"nats://127.0.0.1:{server.port}"
         async with opened(url, url) as (announcing, watching):
+            assert isinstance(watching, NatsDirectory)
+            watching.silence_s = 0.3
             there = record(9, lease_s=2)
             if others:
                 await announcing.announce(there)

@@ -46,9 +46,8 @@ async def test_a_table_tells_what_has_changed() -> None:
     assert (await table.changes(life - 1, 3))[2] == {"b": b"2"}
 
 
-async def test_a_table_has_leases_and_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_ray, "_WAIT_S", 0.01)
-    table = on_ray.RayTable()
+async def test_a_table_has_leases_and_bounds() -> None:
+    table = on_ray.RayTable(wait_s=0.01)
     assert await table.write("0", bytes(2 * RECORD_BYTES_MAX), 10) == ""
     assert len((await table.changes(0, 0))[2]["0"] or b"") == RECORD_BYTES_MAX + 1
     for key in range(MEMBERS_MAX):

@@ -24,7 +24,8 @@ from redis import Redis
 from redis.exceptions import RedisError
 
 from kvwire import ConnectError, UsageError
-from kvwire.directory import ChangeKind, open_directory, redis
+from kvwire.directory import ChangeKind, open_directory
+from kvwire.directory.redis import RedisDirectory
 from kvwire.directory.redis_servers import of_server
 from kvwire_store import BlockStore
 from kvwire_store.tiers.redis import RedisTier
@@ -396,12 +397,13 @@ async def test_a_user_with_the_rights_that_the_page_names(kind: str) -> None:
             assert "'set' command" in await write()
 
 
-async def test_a_user_who_may_only_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis, "_SILENCE_S", 0.05)
+async def test_a_user_who_may_only_watch() -> None:
     with redis_server() as server, Redis("127.0.0.1", server.port) as plain:
         plain.execute_command("ACL", "SETUSER", "kv", "on", ">secret", *WATCHING)
         announcing = open_directory(url_of(server))
         watching = open_directory(f"redis://kv:secret@127.0.0.1:{server.port}")
+        assert isinstance(watching, RedisDirectory)
+        watching.silence_s = 0.05
         pings = plain.info("commandstats").get("cmdstat_ping", {"calls": 0})["calls"]
         async with aclosing(watching.watch()) as changes:
             pending = asyncio.ensure_future(anext(changes))
@@ -544,14 +546,13 @@ async def test_values_that_are_too_long_are_not_read_whole() -> None:
 # --- watchers -------------------------------------------------------------------------
 
 
-async def test_a_watcher_whose_server_others_have_left(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_watcher_whose_server_others_have_left() -> None:
     """It became a replica of nobody it can reach; it answers, and publishes nothing."""
-    monkeypatch.setattr(redis, "_SILENCE_S", 0.2)
     with with_replica() as (first, second, one, two):
         async with Proxy(address_of(first)) as name:
             watching = open_directory(f"redis://127.0.0.1:{name.address.port}")
+            assert isinstance(watching, RedisDirectory)
+            watching.silence_s = 0.2
             announcing = open_directory(url_of(second))
             async with aclosing(watching.watch()) as changes:
                 pending = asyncio.ensure_future(anext(changes))

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvwire.errors import AccessDenied, KVWireError, StaleRegion, UsageError
-from kvwire.proto import regions as module
 from kvwire.proto.regions import (
     GRANTS_MAX,
     REGIONS_MAX,
@@ -201,12 +200,10 @@ def test_no_grant_of_a_closed_region() -> None:
     assert region.generation > generation
 
 
-def test_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_bounded() -> None:
     """The last one that fits, and the first that does not; dead grants make room."""
     assert min(GRANTS_MAX, REGIONS_MAX) > 3
-    monkeypatch.setattr(module, "GRANTS_MAX", 3)
-    monkeypatch.setattr(module, "REGIONS_MAX", 2)
-    regions, grants = RegionTable(), Grants(KEY)
+    regions, grants = RegionTable(2), Grants(KEY, 3)
     one, two = region_of(regions), region_of(regions)
     with pytest.raises(UsageError, match="2 regions"):
         region_of(regions)

@@ -15,7 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -31,6 +31,7 @@ ANSWER_TIMEOUT_S: Final = 120.0
 END_TIMEOUT_S: Final = 5.0
 # After the failure of one side, the other's is waited for so long.
 _CAUSE_S: Final = 1.0
+_TOPOLOGY: Final = Path("/sys/devices/system/cpu")
 COMMAND: Final = (sys.executable, "-m", "kvwire.cli.bench")
 
 
@@ -241,18 +242,24 @@ class Pair:
         self.sides.clear()
 
 
-def placements() -> dict[str, tuple[int, int] | tuple[()]]:
+def placements(
+    allowed: Collection[int] = (), topology: Path = _TOPOLOGY
+) -> dict[str, tuple[int, int] | tuple[()]]:
     """Return where two processes can be, with the CPU of each; any CPU has none.
 
     One CPU for both, and one for each, of different cores where there are some.
+
+    Args:
+        allowed: The CPUs to choose from; by default those of this process.
+        topology: Where the system says which CPUs are of one core.
     """
     if not hasattr(os, "sched_setaffinity"):
         return {"wherever the system puts them": ()}
-    first, *others = sorted(os.sched_getaffinity(0))
+    first, *others = sorted(allowed or os.sched_getaffinity(0))
     found: dict[str, tuple[int, int] | tuple[()]] = {
         f"both on CPU {first}": (first,) * 2
     }
-    siblings = _siblings(first)
+    siblings = _siblings(topology / f"cpu{first}" / "topology")
     others = [cpu for cpu in others if cpu not in siblings] or others
     if others:
         core = "" if others[0] not in siblings else ", one core"
@@ -260,9 +267,8 @@ def placements() -> dict[str, tuple[int, int] | tuple[()]]:
     return found
 
 
-def _siblings(cpu: int) -> set[int]:
+def _siblings(folder: Path) -> set[int]:
     """Return the CPUs of one core."""
-    folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for part in (folder / "thread_siblings_list").read_text().strip().split(","):

@@ -12,7 +12,6 @@ import pytest
 
 from kvwire.errors import BackendUnavailable
 from kvwire.types import OneSidedWindows, Role
-from kvwire_local import rendezvous as host_module
 from kvwire_local.rendezvous import Host, Rendezvous
 from kvwire_local.shared_arenas import ReadMethod
 from kvwire_local.tracer_slot import tracers
@@ -84,20 +83,19 @@ def test_another_network_namespace_is_said_with_the_remedy() -> None:
 
 @pytest.mark.parametrize("content", [None, "", "not a uuid\n"])
 def test_a_system_that_does_not_say_where_it_is_has_no_local(
-    content: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str | None,
+    tmp_path: Path,
 ) -> None:
     """No /proc at all, or one with something else in it."""
     boot_id = tmp_path / "boot_id"
     if content is not None:
         boot_id.write_text(content)
-    monkeypatch.setattr(host_module, "_BOOT_ID", boot_id)
     with pytest.raises(BackendUnavailable, match="does not identify this host"):
-        Host.here()
+        Host.here(boot_id)
 
 
 def test_without_a_network_namespace_there_is_no_local(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(host_module, "_NETWORK", tmp_path / "net")
     with pytest.raises(BackendUnavailable, match="does not identify this host"):
-        Host.here()
+        Host.here(network=tmp_path / "net")

@@ -75,29 +75,24 @@ LO = Resource("tcp", "lo")
     ],
 )
 def test_rdma_that_is_not_used_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch,
     devices: tuple[str, ...],
     resources: tuple[Resource, ...],
     knows: bool,
     state: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr(diagnosis, "rdma_devices", lambda: devices)
-    finding = diagnosis._rdma(resources, knows)
+    finding = diagnosis._rdma(resources, knows, devices)
     assert finding.state == state
     assert words in finding.text
     assert bool(finding.remedy) is (state == "warn")
 
 
 @needs_ucx
-def test_a_second_copy_of_ucx_is_a_finding(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_second_copy_of_ucx_is_a_finding(tmp_path: Path) -> None:
     other = tmp_path / "libucp-0a1b2c3d.so"
     other.touch()
     ours = copies()
-    monkeypatch.setattr(diagnosis, "copies", lambda: [*ours, str(other)])
-    finding = diagnosis._copies()
+    finding = diagnosis._copies([*ours, str(other)])
     assert finding.state == "warn"
     assert str(other) in finding.text
 

@@ -70,11 +70,12 @@ def test_two_places_are_one_cpu_and_two_of_different_cores(
     allowed: set[int],
     siblings: str,
     expected: dict[str, tuple[int, int]],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed)
-    monkeypatch.setattr(Path, "read_text", lambda _: f"{siblings}\n")
-    assert placements() == expected
+    topology = tmp_path / f"cpu{min(allowed)}" / "topology"
+    topology.mkdir(parents=True)
+    (topology / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert placements(allowed, tmp_path) == expected
 
 
 def test_bytes_that_differ_are_found() -> None:
