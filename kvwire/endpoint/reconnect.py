@@ -143,7 +143,8 @@ class Reconnector:
     async def _redial(self, lost: Connection) -> None:
         """Redial until it succeeds or nothing waits for the connection.
 
-        If the peer is silent, the transfers' leases bound the wait. If the peer's
+        If the peer is silent, or another process answers, as behind a balancer, the
+        transfers' leases bound the wait. If the peer's
         kernel refuses the port, its process has ended or is restarting, and it gets
         ``restart_grace_s``. Transfers that no peer has joined yet justify one attempt:
         the peer may have requested them on the lost link, and cannot dial itself.
@@ -192,15 +193,17 @@ class Reconnector:
             self._note_redial(origin)
             self.retire(new)
             return True
-        if new._dialled == lost._dialled:
-            why = "the peer has restarted"
-            if new.peer.name != lost.peer.name:
-                why = f"another process, {shown(new.peer.name)}, answered for the peer"
-            why += "; the peer's side of it is gone"
+        here = new._dialled == lost._dialled
+        restarted = here and new.peer.name == lost.peer.name
+        if restarted:
+            why = "the peer has restarted; the peer's side of it is gone"
             self._registry.peer_gone(origin, why)
+        elif here:
+            # Behind a balancer, the next connection may lead to the peer again.
+            why = f"another process, {shown(new.peer.name)}, answered for the peer"
+            self._registry.peer_missed(origin, why)
         await new.close()
-        # Otherwise it is another process behind the same name.
-        return new._dialled == lost._dialled
+        return restarted
 
     def _note_redial(self, origin: bytes) -> None:
         self._redialled.add(origin)

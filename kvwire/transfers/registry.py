@@ -539,6 +539,11 @@ class TransferRegistry:
             else:
                 leg.transfer._stop(error, WireCode.GOING_AWAY)
 
+    def peer_missed(self, origin: bytes, why: str) -> None:
+        """Note why a peer was not reached again, for transfers whose lease will end."""
+        for leg in self._legs_of(origin):
+            leg.transfer._missed = why
+
     def reattach(self, link: ConnectionPort) -> None:
         """Repeat this side's transfer requests to a peer on a new link.
 
@@ -546,6 +551,7 @@ class TransferRegistry:
         for the next link.
         """
         for leg in list(self._legs_of(link.peer.origin)):
+            leg.transfer._missed = ""
             if not leg.asks or leg.state is not LegState.WAITING:
                 continue
             with suppress(ConnectionClosed, UsageError):

@@ -148,6 +148,8 @@ class Transfer(AsyncWith):
     _lease: asyncio.TimerHandle | None = None
     # When the lease ends; None if the lease will start again in full.
     _lease_until: float | None = None
+    # Why the peer was not reached again, as far as that is known.
+    _missed: str = ""
     _expiry: asyncio.TimerHandle | None = None
     # Whether the last check for the log found it open; and whether it was logged.
     _seen_open = False
@@ -474,7 +476,7 @@ class Transfer(AsyncWith):
         self._lease = None
         error = DeadlineExceeded(
             f"the lease of {self._lease_s:g} s ended while a peer was missing: "
-            f"{self._next_move.text}"
+            f"{self._missed or self._next_move.text}"
         )
         self._stop(error, WireCode.DEADLINE)
 

@@ -13,8 +13,10 @@ import kvwire
 from kvwire import ConnectionLost
 from kvwire.endpoint.reconnect import REDIAL_S_MAX, _was_reset
 from kvwire_inproc import FaultPlan, injected
-from tests.scenarios.world import LIST, World, play, scenario
+from tests.scenarios.world import DEST, LIST, World, play, scenario
 from tests.support import inside, virtual_time
+from tests.support.caches import Memory, same
+from tests.support.proxy import Proxy
 
 LEASE_S = 5.0
 
@@ -97,6 +99,57 @@ async def test_progress_renews_the_lease(w: World) -> None:
     out.ready(layers=3)
     out.finish()
     assert (await inc).complete
+
+
+@scenario("inproc", lease_s=LEASE_S)
+async def test_another_process_at_the_peers_address_is_not_the_peers_end(
+    w: World,
+) -> None:
+    """It may be behind a balancer: the lease counts."""
+    _, inc = await half_way(w)
+    w.p.abort()
+    await w.p.close()
+    began = inside.now()
+    async with kvwire.open(name="other") as other:
+        assert await other.listen(w.address) == w.address
+        outcome = await inc
+        assert LEASE_S / 2 < inside.now() - began < 2 * LEASE_S
+        said = "peer was missing: another process, 'other', answered for the peer"
+        assert any(said in str(reason) for reason in outcome.missing.reasons)
+        w.p = other
+
+
+async def test_a_transfer_finds_its_peer_again_behind_a_balancer() -> None:
+    source, target = Memory(), Memory()
+    async with (
+        kvwire.open(name="prefill-0") as first,
+        kvwire.open(name="prefill-1") as second,
+        kvwire.open(name="decode") as reader,
+    ):
+        theirs = await first.listen("127.0.0.1:0")
+        async with Proxy(theirs) as balancer:
+            c = await reader.connect(str(balancer.address), transport="tcp")
+            out = first.publish("x", source.cache, LIST)
+            inc = c.pull("x", target.cache, DEST)
+            out.ready(layers=0)
+            await inc.layer(0)
+            balancer.server = await second.listen("127.0.0.1:0")
+            redial = inside.links(reader).redial
+            answered: list[str] = []
+
+            async def noted(lost: kvwire.Connection) -> kvwire.Connection:
+                found = await redial(lost)
+                answered.append(found.peer.name)
+                balancer.server = theirs
+                return found
+
+            inside.links(reader).redial = noted  # type: ignore[method-assign]
+            inside.link(c).abort()
+            out.ready(layers=slice(1, None))
+            out.finish()
+            assert (await inc).complete
+            assert answered == ["prefill-1", "prefill-0"]
+    assert same(source, LIST, target, DEST)
 
 
 @scenario("inproc")
