@@ -169,7 +169,7 @@ class StoreManagement(AsyncWith):
 
         The blocks are pinned in each tier that has them: on a disk also across
         restarts, in memory until the store closes. A tenant may pin half of its quota,
-        and all tenants together a quarter of a tier. The limit is used up
+        or its even share of a quarter of a tier, if that is less. The limit is used up
         from the head of the chain on; blocks beyond it are *clipped*. A pin does not
         protect a block from being deleted, from expiring, or from removal after damage.
 

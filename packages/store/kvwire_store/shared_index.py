@@ -52,6 +52,7 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Array
 from kvwire.memory.generations import Generations, require_order, same_compiled
 from kvwire_store.keys import NO_SLOT, Keys, Orders
+from kvwire_store.namespace import ORDERS
 
 WAYS: Final = 8
 """Entries per bucket: a bucket's tags fill one cache line."""
@@ -64,6 +65,7 @@ _SEAL: Final = 2
 _ORDER_BIT: Final = 56
 _ORDER_SHIFT: Final = np.uint64(_ORDER_BIT)
 _SLOT_MASK: Final = (1 << _ORDER_BIT) - 1
+_ORDERS: Final = np.uint64(len(ORDERS))
 _ALL_BITS: Final = (1 << 64) - 1
 # An odd number with evenly spread bits, so that different places have different masks.
 _MIX: Final = 0x9E3779B97F4A7C15
@@ -266,6 +268,8 @@ class IndexReader:
         slots = (places & np.uint64(_SLOT_MASK)).view(np.int64)
         inside = slots < self._generations.size
         generations = seals ^ _masks(names[which, 1], places)
+        # Its writer is another process: nothing that it wrote is taken for granted.
+        inside &= places >> _ORDER_SHIFT < _ORDERS
         right = inside & (self._generations.take(slots, mode="clip") == generations)
         which = which[right]
         found.slots[which] = slots[right]
@@ -288,6 +292,7 @@ class IndexReader:
             slot = place & _SLOT_MASK
             if (
                 slot < self._generations.size
+                and place >> _ORDER_BIT < len(ORDERS)
                 and self._generations.item(slot) == generation
             ):
                 return FoundSlots(

@@ -41,8 +41,8 @@ class Tenant:
         quotas: The most bytes it may have in each kind of tier; a kind without an entry
             is unlimited.
         ttl_s: Seconds after which its blocks expire; 0 for never.
-        pinned_bytes: The most bytes it may pin in a tier; 0 for half of its quota, or a
-            quarter of the tier, whichever is less.
+        pinned_bytes: The most bytes it may pin in a tier; 0 for half of its quota, or
+            its even share of a quarter of the tier, whichever is less.
         key_file: The file of the key with which it authenticates to a server; "" for
             none.
         identity: The name in the certificate with which it authenticates; "" for none.
@@ -183,8 +183,11 @@ class Tenants:
         """Return all tenants' limits in a tier of this kind and size."""
         quotas = [one.quotas.get(kind, STORE_TIER_BYTES_MAX) for one in self.listed]
         most = [_most(size_bytes, quota) for quota in quotas]
+        # Pins may last for ever, so no tenant has all that may be pinned, unless the
+        # operator says so.
+        even = size_bytes // STORE_PINNED_SHARE // max(1, len(self))
         pinned = [
-            min(bound, one.pinned_bytes or bound)
+            min(bound, one.pinned_bytes or (even if one.name else bound))
             for bound, one in zip(most, self.listed, strict=True)
         ]
         return Shares(quotas, pinned, [one.ttl_s for one in self.listed])

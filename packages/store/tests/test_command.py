@@ -58,6 +58,10 @@ async def test_tenants_are_shown_and_deleted(tmp_path: Path, run: Run) -> None:
         status, _, said = await run("delete", server.where, *keys, "--tenant", "x")
         assert status
         assert "the tenants are acme" in said
+        own = ("--psk-file", str(tmp_path / "acme"))
+        status, _, said = await run("delete", server.where, *own, "--tenant", "other")
+        assert status
+        assert "it is tenant acme, and cannot act for 'other'" in said
         status, out, _ = await run("delete", server.where, *keys, "--tenant", "acme")
         assert (status, out) == (0, "deleted 3 blocks\n")
         async with BlockStore.open([where]) as store:

@@ -12,6 +12,7 @@ import pytest
 
 from kvwire.memory.generations import Generations
 from kvwire_store.keys import NO_SLOT, as_keys
+from kvwire_store.namespace import ORDERS
 from kvwire_store.shared_index import (
     HEAD_WORDS,
     WAYS,
@@ -177,6 +178,20 @@ def test_an_entry_with_another_order_is_a_miss(shared: Shared) -> None:
     # Of slot 0 in order 3 something is left; of nothing there is nothing.
     assert (shared.find(keys).slots == NO_SLOT).all()
     assert all(shared.find([key]).slots[0] == NO_SLOT for key in keys)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("order", [len(ORDERS), 254, 255])
+def test_an_order_that_there_is_not_is_a_miss(
+    shared: Shared, count: int, order: int
+) -> None:
+    """The writer is another process, which may seal what it likes."""
+    keys = [secrets.token_bytes(32) for _ in range(count)]
+    shared.add(keys, 0, order=len(ORDERS) - 1)
+    assert (shared.find(keys).slots != NO_SLOT).all()
+    shared.remove(*range(count))
+    shared.add(keys, 0, order=order)
+    assert (shared.find(keys).slots == NO_SLOT).all()
 
 
 @pytest.mark.parametrize("bit", [56, 60, 63])

@@ -239,3 +239,12 @@ def test_a_block_that_grows_too_old_while_it_is_pinned_is_not_pinned() -> None:
     index.now = later
     assert index.apply(Verb(VerbKind.PIN), keys).done.tolist() == [True]
     assert index._kept.tolist() == [True] + [False] * 7
+
+
+def test_no_tenant_may_pin_what_all_may_pin_together() -> None:
+    """Pins may last for ever."""
+    of = Tenants(["a", "b?quota=64MiB", "c?pinned=200MiB", "d?pinned=1GiB"])
+    mib = of.shares("memory", 1 << 30).pinned_bytes >> 20
+    # The first is for blocks of no tenant.
+    assert mib.tolist() == [256, 64, 32, 200, 256]
+    assert Tenants().shares("memory", 1 << 30).pinned_bytes.tolist() == [256 << 20]

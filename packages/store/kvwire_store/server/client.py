@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -209,6 +209,7 @@ class ActiveConnection:
         """
         why = "the client was closed"
         lives = True
+        lost = False
         try:
             while True:
                 raw: Any = await self.connection.recv(TAG)
@@ -222,6 +223,7 @@ class ActiveConnection:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(reply)
         except KVWireError as exc:
+            lost = True
             why = str(exc)
             raise
         except GeneratorExit:  # the loop was dropped, with everything that waits
@@ -229,12 +231,13 @@ class ActiveConnection:
             raise
         finally:
             if lives:
-                self._end(why)
+                self._end(why, lost=lost)
                 await self.close_windows()
 
-    def _end(self, why: str) -> None:
+    def _end(self, why: str, *, lost: bool) -> None:
         """Fail every waiter, from a frame that no traceback references."""
-        self.connection.abort(why)
+        if lost or self._answers:
+            self.connection.abort(why)
         for waiting in self._answers.values():
             if not waiting.done():
                 # A separate exception for each waiter, since it collects the frames
@@ -291,7 +294,9 @@ class StoreClient:
         self._upkeep.start(partial(self._keep, first))
 
     async def close(self) -> None:
-        """End the connection, and stop dialling.
+        """Close the connection, and stop dialling.
+
+        The server learns that its client has gone, and does not take it for lost.
 
         Cancel safety: safe, it may be called again.
         """
@@ -299,6 +304,11 @@ class StoreClient:
         await self._upkeep.close()
         if active is not None:  # it may not have started to listen
             await active.close_windows()
+            # A server that is stuck does not keep its client.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(STORE_GRACE_S):
+                    await active.connection.close()
+            active.connection.abort("the client was closed")
 
     # --- inside -----------------------------------------------------------------------
 

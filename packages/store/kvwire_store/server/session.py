@@ -540,7 +540,8 @@ class ClientSession:
         if request.digest:
             digest = of_tenant(request.digest, self._tenant)
             return await self._tiers.delete_namespace(digest)
-        # A tenant may name itself; its own tenant takes precedence over another's.
+        if self._tenant and request.tenant not in ("", self._tenant):
+            raise UsageError(_not_another(self._tenant, request.tenant))
         return await self._store.delete_all(tenant=self._tenant or request.tenant)
 
     def _namespace(self, request: TransferMessage, count: int) -> tuple[Namespace, str]:

@@ -10,9 +10,13 @@ import pytest
 
 import kvwire
 from kvwire import ConnectionLost
+from kvwire_store import BlockStore, StoreServer
 from kvwire_store.server.client import ActiveConnection, StoreClient
 from kvwire_store.server.messages import VERSIONS, Flush, StoreDone, Welcome
-from tests.support.pairs import connected
+from tests.support import inside
+from tests.support.caches import STORED_LARGE as LARGE
+from tests.support.caches import Filled, chain
+from tests.support.pairs import connected, until
 
 
 async def test_what_is_asked_while_it_is_down_fails_at_once() -> None:
@@ -37,7 +41,7 @@ async def test_a_request_that_is_not_sent_leaves_no_error_behind() -> None:
         active = ActiveConnection(pair.left, Welcome(VERSIONS[1]), 5.0)
         asking = asyncio.create_task(active.call(Flush(1), StoreDone))
         await asyncio.sleep(0)
-        active._end("no answer within 5 s")
+        active._end("no answer within 5 s", lost=True)
         with pytest.raises(ConnectionLost, match="no answer within 5 s"):
             await asking
         del asking
@@ -55,3 +59,26 @@ async def test_a_listener_whose_loop_is_dropped_touches_nothing() -> None:
         listening.close()
         assert not pair.left.closed
         pair.left.abort()
+
+
+async def test_a_client_that_closes_is_no_lost_connection() -> None:
+    """Nor a failed lane or a fallback: alerts fire at these."""
+    source = Filled(8, LARGE, seed=1)
+    async with (
+        BlockStore.open(["memory:8MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0") as server,
+    ):
+        for number in range(3):
+            async with BlockStore.open(
+                ["memory:64KiB", f"kvwire://127.0.0.1:{server.address.port}"]
+            ) as client:
+                put = await client.put(chain(8, str(number)), source.cache, range(8))
+                assert put.complete
+                await inside.tiers(client).memory.empty()
+                got = await client.get(chain(8, str(number)), source.cache, range(8))
+                assert got.complete
+        await until(lambda: not server.clients())
+        counts = server.communicator.counters
+        assert counts.connections_lost == 0
+        assert counts.lanes_failed == 0
+        assert counts.transport_fallbacks == 0

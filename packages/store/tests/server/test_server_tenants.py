@@ -121,10 +121,12 @@ async def test_a_tenant_is_told_of_itself_and_the_operator_of_all(shop: Shop) ->
         whole = await ask_report(address, shop.config("all"))
         assert [row.name for row in whole.tenants] == ["", "x", "y"]
         assert len(whole.tiers) == 2
-        # Who asks with a tenant's key, for whom it may say, deletes its own.
-        await delete_all(address, shop.config("x"), "y")
-        async with shop.client("y") as y:
+        with pytest.raises(KVWireError, match="tenant x, and cannot act for 'y'"):
+            await delete_all(address, shop.config("x"), "y")
+        async with shop.client("y") as y, shop.client("x") as again:
             assert await y.match(B, cache) == 4
+            assert await again.match(A, cache) == 4
+        await delete_all(address, shop.config("x"), "x")
         await delete_all(address, shop.config("all"), "y")
         async with shop.client("y") as y, shop.client("x") as again:
             assert await y.match(B, cache) == 0
