@@ -95,24 +95,26 @@ async def moved(both: Halves, memory: npt.NDArray[np.uint8]) -> PlaceKind:
 
 @row("arenas with payload", IN_PLACE)
 async def test_arenas_with_payload(peer: Peer, *_: object) -> bool:
+    before = mapped("kvwire-secret")
     with Arena(2 * MIB, name="kvwire-secret") as arena:
         memory = arena.buffer(MIB)
         async with halves("arena", peer.windows) as both:
             await moved(both, memory)
-            got = mapped("kvwire-secret")
+            got = mapped("kvwire-secret") > before
         del memory
     return got
 
 
 @row("arenas with a window", IN_PLACE)
 async def test_arenas_with_a_window(peer: Peer, *_: object) -> bool:
+    before = mapped("kvwire-generations")
     with closing(OwnersCache(2, 4, 4096, in_arena=True)) as owner:
         async with halves("arena", peer.windows) as both:
             try:
                 description = both.server.expose(owner.memory)
                 await both.client.window(description, owner.memory).ready()
             except BackendUnavailable:
-                return mapped("kvwire-generations")
+                return mapped("kvwire-generations") > before
     return True
 
 
@@ -155,9 +157,10 @@ async def test_device_handles(
 
 @row("the ring of a lane", (True,) * 4)
 async def test_ring(peer: Peer, *_: object) -> bool:
+    before = mapped("kvwire-staging")
     async with halves("arena", peer.windows) as both:
         await moved(both, np.full(MIB, 5, np.uint8))
-        return mapped("kvwire-staging")
+        return mapped("kvwire-staging") > before
 
 
 @row("keys of a window", (False, False, True, False))
