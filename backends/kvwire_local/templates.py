@@ -57,7 +57,11 @@ class WindowTemplate:
         self._entries = tensors.entries
         self.pieces = (batch.pieces_from, batch.pieces_to)
         columns = (self._origin, self._target, self._low, self._room)
-        assert all(c.dtype == np.uint64 and c.flags.c_contiguous for c in columns)
+        for column in columns:
+            # Not an assert: compiled functions read them by their addresses.
+            alike = column.dtype == np.uint64 and column.size == pieces.size
+            if not (alike and column.flags.c_contiguous):
+                raise ValueError(f"pieces of {column.dtype}, {column.size}")
         self.packed: bytes = _WINDOW.pack(
             *(column.ctypes.data for column in columns),
             pieces.size,
@@ -105,9 +109,17 @@ class WindowTemplates:
     def of(self, batch: BlockRead) -> WindowTemplate:
         """Return the template for a batch."""
         granules = batch.offsets_from.size
-        assert batch.offsets_to.size == granules
-        assert batch.generations.size == batch.entries.size
-        assert batch.entries.size == -(-granules // batch.per_block)
+        blocks = batch.entries.size
+        # Not asserts: compiled functions read as many numbers of each column.
+        if (
+            batch.offsets_to.size != granules
+            or batch.generations.size != blocks
+            or blocks != -(-granules // batch.per_block)
+        ):
+            raise ValueError(
+                f"{granules} and {batch.offsets_to.size} offsets, "
+                f"{batch.generations.size} generations of {blocks} blocks"
+            )
         key = (id(batch.pieces_from), id(batch.pieces_to), batch.run)
         made = self._made.get(key)
         if made is None:

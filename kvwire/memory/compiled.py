@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import warnings
 import zlib
 from collections.abc import Callable
@@ -43,7 +44,9 @@ def compiled_function(
         result: The ctype of its result.
         library: The library's path.
     """
-    if _is_outdated(library):
+    # Nothing here has run on a big-endian machine, where the functions' records would
+    # have other bytes.
+    if sys.byteorder != "little" or _is_outdated(library):
         return None
     try:
         found = [

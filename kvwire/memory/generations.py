@@ -126,11 +126,14 @@ class Generations:
 
         Raises:
             UsageError: An id is outside the table; the other blocks are renewed.
+            ValueError: There are more or fewer numbers than blocks.
         """
         places = _places(ids)
         with self._lock:
             if fresh is None:
                 fresh = self._draw(places.size)
+            if fresh.nbytes != places.nbytes:
+                raise _other_counts(fresh, places)
             if renew_compiled is not None:
                 beyond = renew_compiled.held(
                     self.address,
@@ -156,8 +159,13 @@ class Generations:
 
         For a block that does not exist, the answer is no. Everything that this thread
         has read before the call was read before the generations.
+
+        Raises:
+            ValueError: There are more or fewer generations than blocks.
         """
         places = _places(ids)
+        if generations.nbytes != places.nbytes:
+            raise _other_counts(generations, places)
         if same_compiled is None:
             self._fence()
             same = places < self._count
@@ -219,6 +227,11 @@ def require_order() -> None:
             f"windows: on {machine} they need kvwire's compiled functions; install a C "
             f"compiler, then kvwire again: pip install --force-reinstall kvwire"
         )
+
+
+def _other_counts(numbers: Array, places: Array) -> ValueError:
+    """Return the error for columns that a compiled function would read beyond."""
+    return ValueError(f"{numbers.nbytes} bytes of generations of {places.size} blocks")
 
 
 def _places(ids: Ids) -> Array:

@@ -73,7 +73,16 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
         target: Its destination; destinations overlap neither each other nor ``origin``.
         lengths: The bytes of each piece.
         total: The sum of ``lengths``.
+
+    Raises:
+        ValueError: The columns do not belong together.
     """
+    # Not an assert: the compiled loop reads as many numbers of each column.
+    if not origin.nbytes == target.nbytes == lengths.nbytes == 8 * lengths.size:
+        raise ValueError(
+            f"{origin.nbytes} and {target.nbytes} bytes of addresses of "
+            f"{lengths.size} pieces"
+        )
     if compiled is not None:
         held, released = compiled
         move = held if total <= HELD_BYTES else released

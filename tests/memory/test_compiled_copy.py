@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from kvwire.limits import KIB, MIB
 from kvwire.memory import pieces
+from kvwire.memory.compiled import compiled_function
 from kvwire.memory.copy import copy
 from kvwire.memory.pieces import copy_pieces
 from tests.memory.fragments import content, fill, scattered
@@ -150,3 +151,15 @@ def test_two_threads_whose_pieces_share_lines(piece: int, streamed: bool) -> Non
     expected = source.reshape(count, piece)[::-1].ravel()
     assert np.array_equal(memory[1:], expected)
     assert memory[0] == 0
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 3)])
+def test_columns_of_other_lengths_are_not_read(sizes: tuple[int, int, int]) -> None:
+    origin, target, lengths = (np.zeros(size, np.uint64) for size in sizes)
+    with pytest.raises(ValueError, match="bytes of addresses"):
+        copy_pieces(origin, target, lengths, 0)
+
+
+def test_a_big_endian_machine_copies_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.byteorder", "big")
+    assert compiled_function("kvwire_copy") is None

@@ -143,3 +143,15 @@ def test_processors_without_order_need_the_compiled_functions(
 
 def test_a_library_of_another_version_counts_as_none() -> None:
     assert compiled_function("kvwire_a_later_function") is None
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_columns_of_other_lengths_are_not_read(count: int) -> None:
+    """With -O as well: a compiled function would read beyond the shorter one."""
+    table = Generations(4)
+    ids, numbers = np.array([1, 2]), np.zeros(count, np.uint64)
+    with pytest.raises(ValueError, match="of 2 blocks"):
+        table.renew(ids, numbers)
+    with pytest.raises(ValueError, match="of 2 blocks"):
+        table.same(ids, numbers)
+    table.close()
