@@ -86,14 +86,14 @@ def meaning_of(config: Any, rotation: Mapping[str, Any] | None, theta: Any) -> M
         for name, value in fields.items()
         if isinstance(value, int | float)
     }
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windows = kinds & {"sliding_attention"} if kinds else {"sliding_attention"}
+    kinds = getattr(config, "layer_types", None) or ("sliding_attention",)
+    window = getattr(config, "sliding_window", None) or 0
     return Meaning(
         str(getattr(config, "model_type", "")),
         named,
         tuple(sorted(numbers.items())),
         float(getattr(config, "rms_norm_eps", 0)),
-        int((windows and getattr(config, "sliding_window", 0)) or 0),
+        int(window) if "sliding_attention" in kinds else 0,
     )
 
 
