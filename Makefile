@@ -183,7 +183,8 @@ test-s3: $(STAMP) $(S3_VENV)/.installed
 	  $(BIN)/python -m pytest packages/store/tests/tiers/test_s3.py $(ARGS)
 
 # Real engines of vLLM: two servers and the proxy. VLLM_TESTS names a part of them.
-VLLM_TESTS ?= packages/vllm/tests packages/store/tests/test_weights.py
+VLLM_TESTS ?= packages/vllm/tests packages/store/tests/test_weights.py \
+  packages/engines/tests/test_vllm.py
 test-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 

@@ -15,47 +15,25 @@ beginning share its blocks. The tokens after the last full block are computed ag
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from hashlib import sha256
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvwire import Communicator, Connection, KVSpec, Outcome, PagedCache
+from kvwire import Communicator, Connection, Outcome, PagedCache
 from kvwire.aio import run_to_completion
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import HashScheme
-from kvwire.kv.layout import AxisOrder
-from kvwire.kv.spec import dtype_name
-from kvwire_engines.conventions import Meaning, Turned, is_known, require_pair
+from kvwire_engines.sources import PLAIN, Landing, Rows, Shape, Source, vllm_sources
 from kvwire_store import BlockStore
+from kvwire_store.conventions import Meaning, Turned, require_known, rotates_so
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Any
 """Ids of one sequence's tokens: a list, or an array or tensor of 1 or 1 x n."""
-Rows: TypeAlias = npt.NDArray[Any]
-"""Keys or values of one layer: (kv heads, tokens, elements)."""
-
-_AXES: Final = AxisOrder("head block token dim")
-
-
-class Shape(NamedTuple):
-    """What a model keeps of each token.
-
-    Attributes:
-        layers: The number of layers.
-        kv_heads: KV heads of each layer.
-        width: Elements for a head of one token; keys and values have as many.
-        dtype: The type of the elements.
-        form: "" for keys and values as they were computed, otherwise the name of the
-            form that they were quantised to.
-    """
-
-    layers: int
-    kv_heads: int
-    width: int
-    dtype: str
-    form: str = ""
 
 
 class Caches(ABC):
@@ -70,7 +48,7 @@ class Caches(ABC):
         block_tokens: Tokens per block.
         tenant: The tenant that owns the blocks.
         others: Other engines whose KV is taken too; see
-            :mod:`kvwire_engines.conventions`.
+            :mod:`kvwire_store.conventions`.
 
     Raises:
         UsageError: The model's layers differ in shape or keep something else than keys
@@ -78,7 +56,7 @@ class Caches(ABC):
     """
 
     engine: ClassVar[str]
-    """The engine's name in :mod:`kvwire_engines.conventions`."""
+    """The engine's name in :mod:`kvwire_store.conventions`."""
 
     def __init__(
         self,
@@ -100,16 +78,29 @@ class Caches(ABC):
         self._weights = weights
         self._tenant = tenant
         self._scheme = HashScheme(block_tokens)
-        self._sources = (self.engine, *others)
         self._shape = self._measure(model)
-        meaning, turned = self._meaning(model)
-        width = self._shape.width
+        meaning, turned, facts = self._meaning(model)
+        known = rotates_so(meaning, turned, self._shape.width)
         for other in others:
-            require_pair(other, self.engine, meaning, turned, width)
-        # KV of which too little is known has a name of its own, and is found by the
-        # same engine alone.
-        known = is_known(meaning, turned, width)
-        self._digest = meaning.digest if known else f"own {meaning.digest}"
+            where = f"KV of {other} in {self.engine}"
+            require_known(where, other, meaning)
+            if not known:
+                raise UsageError(
+                    f"{where}: {self.engine} rotates keys by other angles than the "
+                    f"config names ({meaning.rotation}, {dict(meaning.numbers)})"
+                )
+        own = meaning.named(weights, self.engine)
+        if not known:
+            # It is found by the same engine with the same config alone.
+            own += f" {sha256(facts.encode()).hexdigest()[:16]}"
+        self._own = Source(own, block_tokens)
+        self._sources = [self._own]
+        for other in others:
+            named = meaning.named(weights, other)
+            if other == "vllm":
+                self._sources += vllm_sources(named)
+            else:
+                self._sources.append(Source(named, block_tokens))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._weights}; {self._shape}>"
@@ -167,23 +158,35 @@ class Caches(ABC):
 
         Cancel safety: the cache is filled at once at the end, or not at all.
         """
-        form = self._form(cache)
-        hashes = self._scheme.block_hashes(_token_ids(tokens)[:-1])
-        found = 0
-        source = self.engine
-        for name in self._sources:
-            probe = self._landing(form, name, 1)[0]
-            blocks = await self._store.match(hashes, probe, tenant=self._tenant)
-            if blocks > found:
-                found = blocks
-                source = name
-        if not found:
-            return 0
-        paged, rows = self._landing(form, source, found)
-        outcome = await self._store.get(
-            hashes[:found], paged, range(found), tenant=self._tenant
+        shape = self._form(cache)
+        ids = _token_ids(tokens)[:-1]
+        chains = {
+            source.block_tokens: HashScheme(source.block_tokens).block_hashes(ids)
+            for source in self._sources
+        }
+        found = await asyncio.gather(
+            *(
+                self._store.match(
+                    chains[source.block_tokens],
+                    source.landing(shape, 1).paged,
+                    tenant=self._tenant,
+                )
+                for source in self._sources
+            )
         )
-        self._fill(cache, rows, outcome.usable_tokens)
+        # The first of several that are equally long: the engine's own.
+        blocks, best = max(
+            zip(found, self._sources, strict=True),
+            key=lambda one: one[0] * one[1].block_tokens,
+        )
+        if not blocks:
+            return 0
+        hashes = chains[best.block_tokens][:blocks]
+        landing = best.landing(shape, len(hashes))
+        outcome = await self._store.get(
+            hashes, landing.paged, range(len(hashes)), tenant=self._tenant
+        )
+        self._fill(cache, landing, outcome.usable_tokens)
         return outcome.usable_tokens
 
     def publish(
@@ -240,16 +243,16 @@ class Caches(ABC):
         Cancel safety: the cache is filled at once at the end, or not at all.
         """
         blocks = self._full_blocks(tokens)
-        paged, rows = self._landing(self._form(cache), self.engine, blocks)
-        outcome = await connection.pull(id, paged, range(blocks))
-        self._fill(cache, rows, outcome.usable_tokens)
+        landing = self._own.landing(self._form(cache), blocks)
+        outcome = await connection.pull(id, landing.paged, range(blocks))
+        self._fill(cache, landing, outcome.usable_tokens)
         return outcome
 
     # --- of each engine ---------------------------------------------------------------
 
     @abstractmethod
-    def _meaning(self, model: Any) -> tuple[Meaning, Turned]:
-        """Return what the model's KV means, and the rotation of its first layer."""
+    def _meaning(self, model: Any) -> tuple[Meaning, Turned, str]:
+        """Return what the model's KV means, its rotation, and its whole config."""
 
     @abstractmethod
     def _measure(self, model: Any) -> Shape:
@@ -287,17 +290,6 @@ class Caches(ABC):
             )
         return blocks
 
-    def _spec(self, shape: Shape, source: str) -> KVSpec:
-        named = f"{self._weights} {source} {self._digest} {shape.form}".rstrip()
-        return KVSpec(
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            head_dim=shape.width,
-            block_tokens=self._scheme.block_tokens,
-            dtype=dtype_name(shape.dtype),
-            fingerprint=named,
-        )
-
     def _paged(self, cache: Any, blocks: int) -> PagedCache:
         """View a cache's first tokens as blocks."""
         size = self._scheme.block_tokens
@@ -305,31 +297,12 @@ class Caches(ABC):
             tuple(one.reshape(one.shape[0], blocks, size, one.shape[2]) for one in pair)
             for pair in self._read(cache, blocks * size)
         ]
-        return PagedCache(self._spec(self._form_of(cache), self.engine), pairs, _AXES)
+        return PagedCache(self._own.spec(self._form_of(cache)), pairs, PLAIN)
 
-    def _landing(
-        self, shape: Shape, source: str, blocks: int
-    ) -> tuple[PagedCache, list[tuple[Rows, Rows]]]:
-        """Return memory for blocks, and the same memory as rows."""
-        size = self._scheme.block_tokens
-        memory = np.empty(
-            (shape.layers, 2, shape.kv_heads, blocks, size, shape.width),
-            raw_dtype(shape.dtype),
-        )
-        paged = PagedCache(
-            self._spec(shape, source), [tuple(layer) for layer in memory], _AXES
-        )
-        rows = memory.reshape(*memory.shape[:3], blocks * size, shape.width)
-        return paged, [(layer[0], layer[1]) for layer in rows]
-
-    def _fill(self, cache: Any, rows: list[tuple[Rows, Rows]], tokens: int) -> None:
+    def _fill(self, cache: Any, landing: Landing, tokens: int) -> None:
         if tokens:
-            self._write(cache, [(k[:, :tokens], v[:, :tokens]) for k, v in rows])
-
-
-def raw_dtype(name: str) -> npt.DTypeLike:
-    """Return NumPy's type for elements; uint16 for bfloat16, which it lacks."""
-    return np.dtype(np.uint16 if name == "bfloat16" else name)
+            pairs = landing.rows()
+            self._write(cache, [(k[:, :tokens], v[:, :tokens]) for k, v in pairs])
 
 
 def same_shapes(found: Sequence[tuple[Any, ...]], what: str) -> tuple[Any, ...]:

@@ -22,8 +22,9 @@ import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire_engines.caches import Caches, Rows, Shape, raw_dtype, same_shapes
-from kvwire_engines.conventions import Meaning, Turned, meaning_of
+from kvwire_engines.caches import Caches, same_shapes
+from kvwire_engines.sources import Rows, Shape, raw_dtype
+from kvwire_store.conventions import Meaning, Turned, meaning_of
 
 with needed_by("kvwire_engines.mlx", extra="mlx", distribution="kvwire-engines"):
     import mlx.core as mx
@@ -40,7 +41,7 @@ class MlxCaches(Caches):
 
     engine = "mlx"
 
-    def _meaning(self, model: Any) -> tuple[Meaning, Turned]:
+    def _meaning(self, model: Any) -> tuple[Meaning, Turned, str]:
         args = model.args
         scaling = getattr(args, "rope_scaling", None)
         meaning = meaning_of(args, scaling, getattr(args, "rope_theta", None))
@@ -50,7 +51,7 @@ class MlxCaches(Caches):
             ones = mx.ones((1, 1, 1, self._shape.width))
             return rope(ones, offset=position)[0, 0, 0]
 
-        return meaning, turned
+        return meaning, turned, repr(sorted(vars(args).items()))
 
     def _measure(self, model: Any) -> Shape:
         cache = make_prompt_cache(model)

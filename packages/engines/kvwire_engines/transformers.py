@@ -34,8 +34,9 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.extras import install_command, needed_by
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec, dtype_name
-from kvwire_engines.caches import Caches, Rows, Shape, same_shapes
-from kvwire_engines.conventions import Meaning, Turned, meaning_of
+from kvwire_engines.caches import Caches, same_shapes
+from kvwire_engines.sources import Rows, Shape
+from kvwire_store.conventions import Meaning, Turned, meaning_of
 
 with needed_by(
     "kvwire_engines.transformers", extra="transformers", distribution="kvwire-engines"
@@ -45,7 +46,6 @@ with needed_by(
     from transformers.cache_utils import (
         Cache,
         CacheLayerMixin,
-        DynamicCache,
         DynamicLayer,
         DynamicSlidingWindowLayer,
         StaticLayer,
@@ -59,6 +59,8 @@ _PLAIN: Final = (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+# Fields of a config that say where it came from.
+_OF_THE_FILES: Final = {"_name_or_path", "_commit_hash", "transformers_version"}
 # Older ones ignore `cache=`, and a model computes without the KV, silently.
 _TRANSFORMERS_MIN: Final = (5, 24)
 OnWritten: TypeAlias = Callable[[int, int, int], None]
@@ -302,7 +304,7 @@ class TransformersCaches(Caches):
 
     engine = "transformers"
 
-    def _meaning(self, model: Any) -> tuple[Meaning, Turned]:
+    def _meaning(self, model: Any) -> tuple[Meaning, Turned, str]:
         config = model.config.get_text_config(decoder=True)
         rotation = getattr(config, "rope_parameters", None)
         meaning = meaning_of(config, rotation, getattr(config, "rope_theta", None))
@@ -315,15 +317,17 @@ class TransformersCaches(Caches):
             sin[: len(sin) // 2] *= -1
             return (cos + sin).float().cpu()
 
-        return meaning, turned
+        facts = {
+            name: value
+            for name, value in config.to_dict().items()
+            if name not in _OF_THE_FILES
+        }
+        return meaning, turned, repr(sorted(facts.items()))
 
     def _measure(self, model: Any) -> Shape:
-        check_version(__version__)
-        cache = DynamicCache()
+        token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         with torch.inference_mode():
-            model(
-                torch.zeros((1, 1), dtype=torch.int64, device=model.device), cache=cache
-            )
+            cache = model(token, use_cache=True).past_key_values
         for layer in cache.layers:
             _check_plain(layer)
         found = [

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import salt_of
+from kvwire_store.conventions import meaning_of, require_known
 from kvwire_store.weights import weights_name
 from kvwire_vllm.caches import layer_specs
 
@@ -74,6 +75,31 @@ def model_name(vllm_config: Any, fingerprint: str) -> str:
         ]
     )
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def portable_name(vllm_config: Any, fingerprint: str) -> str:
+    """Return a name for weights and KV that other engines form as well.
+
+    Raises:
+        UsageError: It is not known what this model's KV means to other engines.
+    """
+    where = "kv_connector_extra_config: portable"
+    model = vllm_config.model_config
+    config = model.hf_text_config
+    rotation = getattr(config, "rope_parameters", None)
+    meaning = meaning_of(config, rotation, getattr(config, "rope_theta", None))
+    require_known(where, "vllm", meaning)
+    for what, value, plain in (
+        ("quantization", model.quantization, (None,)),
+        ("kv_cache_dtype", vllm_config.cache_config.cache_dtype, ("auto",)),
+        ("a draft model", draft_name(vllm_config, fingerprint), ("none",)),
+        ("ranks", vllm_config.parallel_config.tensor_parallel_size, (1,)),
+    ):
+        if value not in plain:
+            raise UsageError(
+                f"{where}: {what} is {value}; only {plain[0]} is known to other engines"
+            )
+    return meaning.named(model_weights(vllm_config, fingerprint), "vllm")
 
 
 def draft_name(vllm_config: Any, fingerprint: str) -> str:

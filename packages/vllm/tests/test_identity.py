@@ -16,6 +16,7 @@ from kvwire_vllm.identity import (
     identity_of,
     model_digest,
     model_weights,
+    portable_name,
 )
 
 TARGET = SimpleNamespace()
@@ -128,3 +129,42 @@ def test_blocks_are_only_cut_where_the_kernel_is_known(
     said = SimpleNamespace(static_forward_context=layers)
     config = SimpleNamespace(compilation_config=said)
     assert block_order(config, SimpleNamespace(kv_cache_groups=groups)) == order
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "gemma3"}, "model_type 'gemma3'; known are llama"),
+        ({"rope": "yarn"}, "rope_type 'yarn'; known are default"),
+        ({"window": 64}, "a window of 64 tokens"),
+        ({"quantization": "awq"}, "quantization is awq"),
+        ({"cache_dtype": "fp8"}, "kv_cache_dtype is fp8"),
+        ({"ranks": 2}, "ranks is 2; only 1"),
+    ],
+)
+def test_a_portable_name_is_for_what_other_engines_know(
+    changes: dict[str, Any], said: str
+) -> None:
+    assert portable_name(_portable({}), "w").startswith("w vllm ")
+    with pytest.raises(UsageError, match=said):
+        portable_name(_portable(changes), "w")
+
+
+def _portable(changes: dict[str, Any]) -> Any:
+    config = SimpleNamespace(
+        model_type=changes.get("model_type", "llama"),
+        rope_parameters={
+            "rope_type": changes.get("rope", "default"),
+            "rope_theta": 1e4,
+        },
+        sliding_window=changes.get("window"),
+        rms_norm_eps=1e-6,
+    )
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_text_config=config, quantization=changes.get("quantization")
+        ),
+        cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto")),
+        parallel_config=SimpleNamespace(tensor_parallel_size=changes.get("ranks", 1)),
+        load_config=DUMMY,
+    )

@@ -22,6 +22,8 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
         write: When a save is complete; as in :meth:`kvwire_store.BlockStore.open`.
         fingerprint: Names the weights, including a draft model's; "" for a name derived
             from the files' content.
+        portable: Name blocks so that other engines find them; see
+            :mod:`kvwire_store.conventions`.
         save_hold_s: How long an ended request's blocks are held for a slow store.
         lookup_timeout_s: After this time the store counts as lacking the prompt.
         untested_vllm: Start even if kvwire was not tested with this release of vLLM.
@@ -30,6 +32,7 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     tiers: Annotated[tuple[str, ...], Meta(min_length=1)] = ("memory:1GiB",)
     write: Write = "through"
     fingerprint: str = ""
+    portable: bool = False
     save_hold_s: Seconds = 2.0
     lookup_timeout_s: Seconds = 5.0
     untested_vllm: bool = False

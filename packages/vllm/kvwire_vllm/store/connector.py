@@ -16,6 +16,7 @@ from kvwire_vllm.identity import (
     WHOLE_TOKENS,
     block_order,
     model_name,
+    portable_name,
 )
 from kvwire_vllm.plugin import register
 from kvwire_vllm.stats import KvwireStorePromMetrics, KvwireStoreStats
@@ -59,7 +60,8 @@ class KvwireStoreConnector(ConnectorHooks[StoreScheduler, StoreWorker]):
             return
         # Blocks of another model, or with other weights, must not match this engine's.
         order = block_order(vllm_config, kv_cache_config).replace(WHOLE_TOKENS, "")
-        model = model_name(vllm_config, settings.fingerprint)
+        naming = portable_name if settings.portable else model_name
+        model = naming(vllm_config, settings.fingerprint)
         fingerprint = f"{model} {order}".rstrip()
         rank = vllm_config.parallel_config.rank % shape.ranks
         self._worker = StoreWorker(

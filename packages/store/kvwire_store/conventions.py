@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from kvwire.errors import UsageError
 
-ENGINES: Final = ("mlx", "transformers")
+ENGINES: Final = ("mlx", "transformers", "vllm")
 """They rotate element n of a head with element n + dim / 2, and keep a layer's heads in
 the order of the rows of ``k_proj`` in Hugging Face's files."""
 
@@ -36,6 +36,9 @@ MODELS: Final = ("llama", "mistral", "qwen2", "qwen3")
 
 ROTATIONS: Final = ("default", "linear", "llama3")
 """``rope_type`` in config.json: the angles of the others depend on the engine."""
+
+ACTIVATIONS: Final = ("silu",)
+"""``hidden_act`` in config.json: mlx_lm knows no other for these models."""
 
 Vector: TypeAlias = npt.NDArray[np.float64]
 Turned: TypeAlias = Callable[[int], Any]
@@ -55,6 +58,7 @@ class Meaning(NamedTuple):
         numbers: The rotation's numbers, by name, ``rope_theta`` among them.
         epsilon: ``rms_norm_eps``.
         window: Tokens of a sliding window; 0 if all layers attend to all tokens.
+        activation: ``hidden_act``.
     """
 
     model: str
@@ -62,11 +66,16 @@ class Meaning(NamedTuple):
     numbers: tuple[tuple[str, float], ...]
     epsilon: float
     window: int
+    activation: str
 
     @property
     def digest(self) -> str:
         """Return a short name for it, equal in engines that have read the same."""
         return hashlib.sha256(repr(tuple(self)).encode()).hexdigest()[:16]
+
+    def named(self, weights: str, engine: str) -> str:
+        """Return the name under which an engine keeps KV of these weights."""
+        return f"{weights} {engine} {self.digest}"
 
 
 def meaning_of(config: Any, rotation: Mapping[str, Any] | None, theta: Any) -> Meaning:
@@ -94,45 +103,47 @@ def meaning_of(config: Any, rotation: Mapping[str, Any] | None, theta: Any) -> M
         tuple(sorted(numbers.items())),
         float(getattr(config, "rms_norm_eps", 0)),
         int(window) if "sliding_attention" in kinds else 0,
+        str(getattr(config, "hidden_act", None) or "silu"),
     )
 
 
-def require_pair(
-    source: str, target: str, meaning: Meaning, turned: Turned, dim: int
-) -> None:
-    """Refuse KV of one engine in another, unless both are known to mean the same.
+def require_known(where: str, engine: str, meaning: Meaning) -> None:
+    """Refuse an engine, a model or a rotation that is not in the tables.
 
     Args:
-        source: The engine that computes the KV.
-        target: The engine that continues with it.
-        meaning: What the target's KV means.
-        turned: The target's rotation.
-        dim: Elements of a head.
+        where: The beginning of the error message.
+        engine: The engine that computes the KV.
+        meaning: What the KV means, in either engine.
 
     Raises:
-        UsageError: The pair, the model or its rotation is not in the tables; or the
-            target rotates by other angles than its config names.
+        UsageError: It is not; the text names what is.
     """
-    where = f"KV of {source} in {target}"
-    for engine in (source, target):
-        _require(where, "engine", engine, ENGINES)
-    _require(where, "model_type", meaning.model, MODELS)
-    _require(where, "rope_type", meaning.rotation, ROTATIONS)
+    for what, found, known in (
+        ("engine", engine, ENGINES),
+        ("model_type", meaning.model, MODELS),
+        ("rope_type", meaning.rotation, ROTATIONS),
+        ("hidden_act", meaning.activation, ACTIVATIONS),
+    ):
+        if found not in known:
+            raise UsageError(
+                f"{where}: not known for {what} {found!r}; known are {', '.join(known)}"
+            )
     if meaning.window:
         raise UsageError(
             f"{where}: this model has a window of {meaning.window} tokens, and engines "
             "differ in what they do at its edge; only full attention is known"
         )
-    if not is_known(meaning, turned, dim):
-        raise UsageError(
-            f"{where}: {target} rotates keys by other angles than the config names "
-            f"({meaning.rotation}, {dict(meaning.numbers)}); KV of both would differ"
-        )
 
 
-def is_known(meaning: Meaning, turned: Turned, dim: int) -> bool:
-    """Return whether KV is in the tables, and the model rotates as its config says."""
-    if meaning.model not in MODELS or meaning.rotation not in ROTATIONS:
+def rotates_so(meaning: Meaning, turned: Turned, dim: int) -> bool:
+    """Return whether a model rotates keys as its config says.
+
+    Args:
+        meaning: What the config says.
+        turned: The model's rotation.
+        dim: Elements of a head.
+    """
+    if meaning.rotation not in ROTATIONS:
         return False
     frequencies = _frequencies(meaning, dim)
     for position in _POSITIONS:
@@ -145,13 +156,6 @@ def is_known(meaning: Meaning, turned: Turned, dim: int) -> bool:
         if not np.allclose(found, expected, atol=_TOLERANCE):
             return False
     return True
-
-
-def _require(where: str, what: str, found: str, known: tuple[str, ...]) -> None:
-    if found not in known:
-        raise UsageError(
-            f"{where}: not known for {what} {found!r}; known are {', '.join(known)}"
-        )
 
 
 def _frequencies(meaning: Meaning, dim: int) -> Vector:
