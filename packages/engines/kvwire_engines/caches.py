@@ -28,7 +28,7 @@ from kvwire import Communicator, Connection, Outcome, PagedCache
 from kvwire.aio import run_to_completion
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import HashScheme
-from kvwire_engines.sources import PLAIN, Landing, Rows, Shape, Source, vllm_sources
+from kvwire_engines.sources import PLAIN, BlockRows, Rows, Shape, Source, vllm_sources
 from kvwire_store import BlockStore
 from kvwire_store.conventions import Meaning, Turned, require_known, rotates_so
 
@@ -299,7 +299,7 @@ class Caches(ABC):
         ]
         return PagedCache(self._own.spec(self._form_of(cache)), pairs, PLAIN)
 
-    def _fill(self, cache: Any, landing: Landing, tokens: int) -> None:
+    def _fill(self, cache: Any, landing: BlockRows, tokens: int) -> None:
         if tokens:
             pairs = landing.rows()
             self._write(cache, [(k[:, :tokens], v[:, :tokens]) for k, v in pairs])

@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     form: str = ""
 
 
-class Landing(NamedTuple):
+class BlockRows(NamedTuple):
     """Memory for blocks.
 
     Attributes:
@@ -83,16 +83,17 @@ class Source(NamedTuple):
             fingerprint=f"{self.name} {shape.form}".rstrip(),
         )
 
-    def landing(self, shape: Shape, blocks: int) -> Landing:
+    def landing(self, shape: Shape, blocks: int) -> BlockRows:
         """Return memory for a number of blocks."""
         size = self.block_tokens
-        heads, width = shape.kv_heads, shape.width
+        heads = shape.kv_heads
+        width = shape.width
         dtype = raw_dtype(shape.dtype)
         if not self.packing:
             memory = np.empty((shape.layers, 2, heads, blocks, size, width), dtype)
             paged = PagedCache(self.spec(shape), [tuple(one) for one in memory], PLAIN)
             rows = memory.reshape(shape.layers, 2, heads, blocks * size, width)
-            return Landing(paged, lambda: [(one[0], one[1]) for one in rows])
+            return BlockRows(paged, lambda: [(one[0], one[1]) for one in rows])
         memory = np.empty((shape.layers, blocks, heads, size, 2 * width), dtype)
         packed = memory.reshape(shape.layers, blocks, heads, 2, size * width)
 
@@ -108,7 +109,7 @@ class Source(NamedTuple):
                 for layer in packed
             ]
 
-        return Landing(PagedCache(self.spec(shape), list(memory), _VLLM), unpacked)
+        return BlockRows(PagedCache(self.spec(shape), list(memory), _VLLM), unpacked)
 
 
 def vllm_sources(name: str) -> list[Source]:
