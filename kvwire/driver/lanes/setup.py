@@ -31,9 +31,10 @@ assert LANE_TIMEOUT_S < LANE_TIMEOUT_LAST_S < HANDSHAKE_TIMEOUT_S
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
-# If a peer has refused a lane this often in a row, for two minutes or so, it is not
-# asked again: its device is gone for good, or its system's limits are reached.
+# If a peer has refused a lane this often in a row, for two minutes or so, it is asked
+# rarely: its device has gone, or its system's limits are reached.
 REFUSALS_MAX: Final = 8
+REFUSED_PAUSE_S: Final = 600.0
 
 
 class LaneSetup:
@@ -64,6 +65,8 @@ class LaneSetup:
         self._chosen = ""
         self._wanted = 0
         self._refusals = 0
+        # Asks a peer again that has refused often.
+        self._asking_again: asyncio.TimerHandle | None = None
         # Created when the first lane breaks.
         self._reconnector: LaneReconnector | None = None
         # Called with each lane that opens.
@@ -147,10 +150,18 @@ class LaneSetup:
             if self._refusals < REFUSALS_MAX:
                 self._active.log(f"{name} cannot be reopened: {exc}", logging.INFO)
             else:
-                self._active.log(f"{name} is no longer requested: {exc}")
+                pause_s = REFUSED_PAUSE_S
+                self._active.log(f"{name} is not requested for {pause_s:g} s: {exc}")
+                loop = asyncio.get_running_loop()
+                self._asking_again = loop.call_later(pause_s, self._ask_again)
             raise
         self._refusals = 0
         self._active.lane_came_back(endpoint)
+
+    def _ask_again(self) -> None:
+        """Ask a peer once more that has refused often."""
+        self._refusals = REFUSALS_MAX - 1
+        self.reopen_lost()
 
     async def _open(self, name: str, timeout_s: float = LANE_TIMEOUT_S) -> LaneEndpoint:
         """Open one lane."""
@@ -307,6 +318,8 @@ class LaneSetup:
             self._joining.cancel()
         if self._reconnector is not None:
             self._reconnector.cancel()
+        if self._asking_again is not None:
+            self._asking_again.cancel()
         self._active.end()
         if not self._initial_set.done():
             self._initial_set.set_result(None)

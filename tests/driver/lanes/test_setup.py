@@ -19,6 +19,7 @@ import pytest
 import kvwire
 from kvwire import BackendUnavailable
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.driver.lanes import setup
 from kvwire.driver.lanes.setup import REFUSALS_MAX
 from kvwire.errors import ConnectionClosed
 from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_S, LANES_MAX
@@ -350,10 +351,10 @@ async def test_transports_that_a_client_makes_up_are_not_remembered() -> None:
 
 
 @pytest.mark.usefixtures("comes_back")
-async def test_a_peer_that_refuses_is_not_asked_for_ever(
+async def test_a_peer_that_refuses_is_asked_rarely(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A few times; then the connection stays as it is, and the log says why."""
+    """After a few times it stays as it is for long, and the log says why."""
     async with connected(**BESIDE) as pair:
         use(monkeypatch, _Refusing, "server")
         break_lanes(pair.left)
@@ -362,8 +363,23 @@ async def test_a_peer_that_refuses_is_not_asked_for_ever(
         await expect_moves(pair)
         assert pair.left.transport == pair.right.transport == "tcp"
         assert pair.near.counters.lanes_failed == 1 + REFUSALS_MAX
-        await until(lambda: "inproc is no longer requested" in caplog.text)
+        await until(lambda: "inproc is not requested for 600 s" in caplog.text)
         assert "the device has gone" in caplog.text
+
+
+@pytest.mark.usefixtures("comes_back")
+async def test_a_peer_that_has_refused_often_may_take_a_lane_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(setup, "REFUSED_PAUSE_S", 0.05)
+    async with connected(**BESIDE) as pair:
+        use(monkeypatch, _Refusing, "server")
+        break_lanes(pair.left)
+        # Each pause begins after one more refusal.
+        await until(lambda: pair.near.counters.lanes_failed > 3 + REFUSALS_MAX)
+        assert pair.left.transport == "tcp"
+        use(monkeypatch, InprocLane, "both")
+        await restored(pair, 1)
 
 
 @pytest.mark.usefixtures("comes_back")
