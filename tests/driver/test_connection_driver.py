@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 
 from kvwire import ConnectionLost
+from kvwire.driver.unreceived_log import Seen, overdue
 from kvwire.limits import (
     CHUNK_BYTES,
     CHUNK_BYTES_MAX,
     CONTROL_QUEUE_BYTES_MAX,
     HEADER_BYTES,
     LINK_QUEUE_BYTES,
+    WAITING_LOG_S,
     WAKEUP_BYTES,
 )
 from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgreed
@@ -346,3 +348,19 @@ async def test_a_bug_in_one_event_loses_none_of_those_behind_it(
         assert not first.done()
         await pair.left.wait_closed()
         assert pair.left not in pair.near.live_connections
+
+
+# --- A tag is named once, when the same message has been its oldest for long ----------
+
+
+def test_who_is_named_and_when() -> None:
+    first, second = object(), object()
+    seen: Seen = {}
+    assert overdue(seen, {1: first, 2: first}, 100.0) == []
+    late = 100.0 + WAITING_LOG_S
+    # The first message of tag 2 was received meanwhile.
+    assert overdue(seen, {1: first, 2: second}, late) == [1]
+    assert overdue(seen, {1: first, 2: second}, late + 1) == []
+    assert overdue(seen, {2: second}, late + WAITING_LOG_S) == [2]
+    assert overdue(seen, {1: first}, late + WAITING_LOG_S) == []
+    assert overdue(seen, {1: first}, late + 2 * WAITING_LOG_S) == [1]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
+from kvwire.kv.coverage import Coverage
 from kvwire.kv.landed import Landed
 from kvwire.kv.plan import Segment
 from kvwire.kv.spec import KVSpec
@@ -206,3 +207,32 @@ def test_a_segment_of_another_plan_is_refused() -> None:
     with pytest.raises(UsageError, match="segment: bytes"):
         landed.mark_but(segment, [(0, 10_000)])
     assert landed.nbytes == 0
+
+
+# --- claims against an array of booleans, which says the same more slowly -------------
+
+
+LAYERS, BLOCKS = 5, 7
+
+
+def _ranges(size: int) -> st.SearchStrategy[range]:
+    ends = st.tuples(st.integers(0, size), st.integers(0, size))
+    return ends.map(lambda pair: range(min(pair), max(pair)))
+
+
+@given(st.lists(st.tuples(_ranges(LAYERS), _ranges(BLOCKS)), max_size=12))
+def test_any_marks_in_any_order(marks: list[tuple[range, range]]) -> None:
+    """What is taken, complete, untouched, and the first gap."""
+    claims = Coverage(LAYERS, BLOCKS)
+    cells = np.zeros((LAYERS, BLOCKS), np.bool_)
+    for layers, blocks in marks:
+        part = cells[layers.start : layers.stop, blocks.start : blocks.stop]
+        assert claims.overlaps(layers, blocks) == bool(part.any())
+        assert claims.claim(layers, blocks) == (not part.any())
+        if not part.any():
+            part[:] = True
+        assert claims.complete == bool(cells.all())
+        assert claims.untouched == int((~cells.any(axis=1)).sum())
+        if not cells.all():
+            gap = tuple(int(index) for index in np.argwhere(~cells)[0])
+            assert claims.first_gap() == gap

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvwire.errors import UsageError
-from kvwire.kv.layout import AxisOrder
+from kvwire.kv.layout import AxisOrder, choose_dims, parse_layout
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from tests.kv.tensors import torch_like
@@ -214,3 +214,52 @@ def test_wrong_groups_are_named() -> None:
             PagedCache.grouped({name: (SPEC, layers())})
     with pytest.raises(UsageError, match="group 'window': 2 tensors for layers=3"):
         PagedCache.grouped({"window": (SPEC, layers(count=2))})
+
+
+# --- axis orders are read; which tensors do not fit them, test_paged says -------------
+
+
+MLA = KVSpec(layers=3, kv_heads=1, head_dim=8, block_tokens=2, components=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("block heads dim", "unknown axis .*'heads'; did you mean 'head'"),
+        ("nhd", "unknown axis .*'nhd'.* HND, NHD"),
+        ("block dim block", "axis 'block' appears twice"),
+        ("token head dim", "axis 'block' is missing"),
+        ("", "axis 'block' is missing"),
+    ],
+)
+def test_layouts_that_are_none(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_layout(text)
+
+
+@pytest.mark.parametrize(
+    ("layout", "spec", "shape", "layered", "apart", "axes"),
+    [
+        ("NHD", SPEC, (9, 2, 2, 4, 8), False, False, "block kv token head dim"),
+        ("HND", SPEC, (9, 2, 4, 2, 8), False, False, "block kv head token dim"),
+        ("NHD", SPEC, (9, 3, 2, 2, 4, 8), True, False, "block layer kv token head dim"),
+        ("HND", SPEC, (9, 4, 2, 8), False, True, "block head token dim"),
+        ("NHD", MLA, (9, 2, 8), False, False, "block token dim"),
+        ("HND", MLA, (9, 2, 8), False, False, "block token dim"),
+        ("NHD", MLA, (9, 3, 2, 8), True, False, "block layer token dim"),
+        ("NHD", MLA, (9, 2, 1, 8), False, False, "block token head dim"),
+        ("NHD", MLA, (9, 1, 2, 8), False, False, "block kv token dim"),
+        ("HND", MLA, (9, 1, 2, 8), False, False, "block head token dim"),
+        ("NHD", MLA, (9, 1, 2, 1, 8), False, False, "block kv token head dim"),
+    ],
+)
+def test_short_forms_adapt(
+    layout: str,
+    spec: KVSpec,
+    shape: tuple[int, ...],
+    layered: bool,
+    apart: bool,
+    axes: str,
+) -> None:
+    dims = choose_dims(layout, spec, shape, layered=layered, apart=apart, where="t")
+    assert " ".join(axis for (axis,) in dims) == axes

@@ -10,6 +10,7 @@ from kvwire.errors import BackendUnavailable
 from kvwire.limits import MIB
 from kvwire.memory.device.ops import Stream
 from kvwire.runtime.devices import Devices
+from kvwire.runtime.trace_ring import RINGS, TRACE_EVENTS_MAX, close_ring, open_ring
 from kvwire.types import Device, MemoryKind
 from tests.support.simulated_device import SimulatedDevice
 
@@ -44,3 +45,20 @@ async def test_a_gpu_that_is_not_there() -> None:
     devices = Devices(asyncio.get_running_loop(), MIB)
     with pytest.raises(BackendUnavailable, match=r"driver: libcuda|none has number 99"):
         devices.copy_engine(Device(MemoryKind.CUDA, 99))
+
+
+# --- the last events of a loop: bounded, and there only while somebody may look -------
+
+
+async def test_the_oldest_makes_room() -> None:
+    loop = asyncio.get_running_loop()
+    ring = open_ring(loop)
+    assert open_ring(loop) is ring
+    for number in range(TRACE_EVENTS_MAX + 2):
+        ring.note("landed", "key", number)
+    assert len(ring.events) == TRACE_EVENTS_MAX
+    assert ring.events[0][1:] == ("landed", "key", (2,))
+    close_ring(loop)
+    assert RINGS[loop] is ring
+    close_ring(loop)
+    assert loop not in RINGS

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import kvwire
-from kvwire.backend import Payload
+from kvwire.backend import Payload, registry
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.limits import MIB, SPAN_PIECES_MAX
+from kvwire.memory import cma
 from kvwire.memory.arena import Arena
 from kvwire.proto.connection import ConnectionCore
+from kvwire_local import LocalBackend
+from kvwire_local import backend as diagnosis
 from kvwire_local.lane import LocalLane
+from kvwire_local.tracer_slot import TracerSlot
 from tests.support.pairs import Pair, connected
 
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -112,3 +119,68 @@ async def test_small_fragments_travel_many_at_once(
     assert np.array_equal(have[0][blocks], want[0][places])
     assert sent == [SPAN_PIECES_MAX * 4096] * 2
     assert max(in_turn) <= SPAN_PIECES_MAX * 4096
+
+
+# --- the backend: where it runs, and what it says to who takes it for a transport -----
+
+
+def test_it_is_registered() -> None:
+    assert registry.load("local") is LocalBackend
+    assert LocalBackend.availability().available
+    assert LocalBackend.rank() < registry.load("tcp").rank()
+
+
+def test_elsewhere_than_on_linux_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    found = LocalBackend.availability()
+    assert not found.available
+    assert "this is darwin" in found.reason
+    assert found.remedy == "use tcp"
+
+
+def found() -> dict[str, str]:
+    return {finding.name: finding.state for finding in LocalBackend.diagnose()}
+
+
+def test_this_machine_is_looked_at() -> None:
+    assert set(found()) == {"ptrace scope", "process_vm_readv", "arenas"}
+    assert all(finding.text for finding in LocalBackend.diagnose())
+
+
+@pytest.mark.parametrize(
+    ("scope", "state", "text"),
+    [
+        ("0", "ok", "0: peers of this user"),
+        ("1", "ok", "1: one peer process at a time"),
+        ("2", "warn", "2: only a process with CAP_SYS_PTRACE"),
+        ("3", "warn", "3: no process may read"),
+        ("7", "warn", "7: a value that this version does not know"),
+        ("", "ok", "not restricted"),
+    ],
+)
+def test_each_scope_is_explained(
+    scope: str, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ptrace_scope"
+    file.write_text(scope)
+    place = TracerSlot(lambda pid: True, file)
+    monkeypatch.setattr(diagnosis, "tracers", lambda: place)
+    finding = diagnosis.findings()[0]
+    assert finding.state == state
+    assert finding.text.startswith(text)
+    assert bool(finding.remedy) is (state == "warn")
+
+
+def test_refusals_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no")
+
+    monkeypatch.setattr(cma, "read_bytes", refuse)
+    monkeypatch.setattr(diagnosis, "Arena", refuse)
+    assert found()["process_vm_readv"] == "warn"
+    assert found()["arenas"] == "missing"
+
+
+def test_elsewhere_nothing_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert LocalBackend.diagnose() == ()

@@ -7,6 +7,8 @@ import pytest
 import kvwire
 from kvwire.errors import UsageError
 from kvwire_nixl.settings import parse
+from tests.backends.kvwire_nixl.support import needs_nixl
+from tests.support.runs import python
 
 
 def test_without_any_it_is_ucx_that_notices_the_dead() -> None:
@@ -44,3 +46,27 @@ def test_what_is_refused(given: dict[str, str], why: str) -> None:
 async def test_a_communicator_refuses_them_at_once() -> None:
     with pytest.raises(UsageError, match="unknown setting 'plugn'"):
         await kvwire.open(backends={"nixl": {"plugn": "UCX"}}).__aenter__()
+
+
+# --- what the UCX in NIXL's wheel does to its process ---------------------------------
+
+
+CHILD = """
+import ctypes
+from pathlib import Path
+from kvwire_nixl import library
+agent = library._bare_agent(library.load())
+agent.createBackend("UCX", {})
+(ucs,) = {l.split()[-1] for l in Path("/proc/self/maps").open() if "/libucs-" in l}
+level = ctypes.create_string_buffer(80)
+ctypes.CDLL(ucs).ucs_global_opts_get_value(b"LOG_LEVEL", level, 80)
+print(level.value.decode())
+caught = Path("/proc/self/status").read_text().split("SigCgt:")[1].split()[0]
+print(bool(int(caught, 16) & 1 << 10))  # SIGSEGV
+"""
+
+
+@needs_nixl
+def test_it_prints_nothing_and_leaves_crashes_to_faulthandler() -> None:
+    done = python("-c", CHILD, check=True)
+    assert done.stdout.lower().split() == ["fatal", "false"]

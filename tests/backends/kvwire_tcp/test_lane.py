@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hmac
 import socket
 from collections.abc import AsyncIterator
 from typing import cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost
@@ -17,7 +20,7 @@ from kvwire.limits import CONNECTIONS_MAX
 from kvwire.types import Address, Role
 from kvwire_certify.conformance.rig import LaneRig
 from kvwire_certify.conformance.sides import LaneSide, Parcel
-from kvwire_tcp import TcpBackend
+from kvwire_tcp import TcpBackend, preamble
 from kvwire_tcp.lane import BOOTSTRAP, PendingLanes, TcpLane
 from kvwire_tcp.preamble import ANSWER_BYTES, NONCE_BYTES, answer_to, make_preamble
 from kvwire_tcp.wire import PlainWire
@@ -219,3 +222,39 @@ def test_so_many_lanes_may_wait_and_no_more() -> None:
         pending_lanes.expect(b"one more than all", lane)
     pending_lanes.forget(bytes(16))
     pending_lanes.expect(b"in the free place", lane)
+
+
+# --- the first bytes on a lane's socket -----------------------------------------------
+
+
+SECRET, NONCE = bytes(range(32)), bytes(range(100, 100 + preamble.NONCE_BYTES))
+PREAMBLE = preamble.make_preamble(SECRET, 3, NONCE)
+
+
+@given(st.binary(min_size=8, max_size=32))
+def test_other_bytes_are_none(header: bytes) -> None:
+    assert preamble.is_preamble(memoryview(header)) == (header[:8] == preamble.MAGIC)
+
+
+def test_it_proves_one_lane_only() -> None:
+    assert preamble.is_proof(PREAMBLE, SECRET, 3)
+    assert not preamble.is_proof(PREAMBLE, SECRET, 4)
+    assert not preamble.is_proof(PREAMBLE, bytes(32), 3)
+
+
+@given(st.integers(0, preamble.PREAMBLE_BYTES * 8 - 1))
+def test_every_bit_of_it_is_covered(bit: int) -> None:
+    changed = bytearray(PREAMBLE)
+    changed[bit // 8] ^= 1 << bit % 8
+    assert not preamble.is_proof(bytes(changed), SECRET, 3)
+
+
+def test_the_layout_is_that_of_the_protocol_page() -> None:
+    def prove(purpose: bytes, data: bytes) -> bytes:
+        text = b"kvwire tcp lane " + purpose + b"\0" + data
+        return hmac.digest(SECRET, text, "sha256")
+
+    fields = b"KVWIRE+L" + (3).to_bytes(8, "little") + prove(b"token", b"")[:16]
+    fields += NONCE + bytes(160)
+    assert fields + prove(b"client", fields) == PREAMBLE
+    assert prove(b"server", PREAMBLE) == preamble.answer_to(PREAMBLE, SECRET)
