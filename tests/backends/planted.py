@@ -23,7 +23,7 @@ _TIMEOUT_S = 0.4
 _descriptors: list[int] = []
 
 
-def caught_by(kit: Kit, *checks: str) -> Callable[[Plant], Found]:
+def expect_found(kit: Kit, *checks: str) -> Callable[[Plant], Found]:
     """Make a test of a bug: the checks of a kit must each find it."""
 
     def made(plant: Plant) -> Found:
@@ -61,11 +61,11 @@ def planted_in(right: Any, bug: Callable[..., Any]) -> Plant:
     return plant
 
 
-def instead_of(
+def expect_found_in(
     right: Any, kit: Kit, *checks: str
 ) -> Callable[[Callable[..., Any]], Found]:
     """Make a test of what a bug makes of a method."""
-    return lambda bug: caught_by(kit, *checks)(planted_in(right, bug))
+    return lambda bug: expect_found(kit, *checks)(planted_in(right, bug))
 
 
 def leak_a_descriptor() -> None:

@@ -11,24 +11,26 @@ from kvwire.backend import Landing, Link
 from kvwire.backend.lane import LaneHandler
 from kvwire_certify.conformance import check_lanes
 from kvwire_inproc.lane import InprocLane
-from tests.backends.planted import caught_by, instead_of, leak_a_descriptor
+from tests.backends.planted import expect_found, expect_found_in, leak_a_descriptor
 
 # --- coming up ------------------------------------------------------------------------
 
 
-@caught_by(check_lanes, "join.idle")
+@expect_found(check_lanes, "join.idle")
 def test_changes_its_bootstrap(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "bootstrap", property(lambda self: os.urandom(16)))
 
 
-@instead_of(InprocLane.join, check_lanes, "join.refuses[half]", "leak.cycles[refused]")
+@expect_found_in(
+    InprocLane.join, check_lanes, "join.refuses[half]", "leak.cycles[refused]"
+)
 async def test_fails_on_a_bad_bootstrap_with_another_error(
     right: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
 ) -> None:
     raise ValueError("not 16 bytes")
 
 
-@instead_of(InprocLane.join, check_lanes, "join.disturbed[aborted]")
+@expect_found_in(InprocLane.join, check_lanes, "join.disturbed[aborted]")
 async def test_joins_after_it_was_aborted(
     join: Any, self: InprocLane, bootstrap: bytes, handler: LaneHandler
 ) -> None:
@@ -40,7 +42,7 @@ async def test_joins_after_it_was_aborted(
 # --- memory ---------------------------------------------------------------------------
 
 
-@instead_of(
+@expect_found_in(
     InprocLane._end, check_lanes, "memory.abort-receiver", "memory.abort-midway"
 )
 def test_writes_after_the_end(
@@ -64,7 +66,7 @@ def test_writes_after_the_end(
 # --- callbacks ------------------------------------------------------------------------
 
 
-@instead_of(InprocLane.receive, check_lanes, "callback.unflushed")
+@expect_found_in(InprocLane.receive, check_lanes, "callback.unflushed")
 def test_delivers_from_inside_receive(
     receive: Any, self: InprocLane, descriptor: bytes, landing: Landing
 ) -> None:
@@ -77,17 +79,17 @@ def test_delivers_from_inside_receive(
 # --- pressure and the end -------------------------------------------------------------
 
 
-@caught_by(check_lanes, "pressure.received-total[landed]")
+@expect_found(check_lanes, "pressure.received-total[landed]")
 def test_does_not_count_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "received_bytes", property(lambda self: 0))
 
 
-@caught_by(check_lanes, "close.queued[nothing]", "close.twice")
+@expect_found(check_lanes, "close.queued[nothing]", "close.twice")
 def test_never_ends_when_closed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLane, "close", InprocLane.flush)
 
 
-@instead_of(
+@expect_found_in(
     InprocLane.link_closed, check_lanes, "abort.peer[awaiting]", "abort.peer[receiving]"
 )
 def test_lets_the_peer_wait_for_ever(
@@ -100,7 +102,7 @@ def test_lets_the_peer_wait_for_ever(
 # --- descriptors and leaks ------------------------------------------------------------
 
 
-@instead_of(
+@expect_found_in(
     InprocLane.receive,
     check_lanes,
     "descriptor.refused[one-byte-more]",
@@ -112,7 +114,7 @@ def test_takes_any_descriptor(
     receive(self, descriptor[:8].ljust(8, b"\0"), landing)
 
 
-@instead_of(
+@expect_found_in(
     InprocLane.receive,
     check_lanes,
     "descriptor.truncated[view]",
@@ -126,7 +128,7 @@ def test_fails_on_a_wrong_descriptor_with_another_error(
     receive(self, descriptor, landing)
 
 
-@instead_of(InprocLane.__init__, check_lanes, "leak.cycles[unjoined]", "join.idle")
+@expect_found_in(InprocLane.__init__, check_lanes, "leak.cycles[unjoined]", "join.idle")
 def test_leaks_a_descriptor_for_each_lane(init: Any, self: InprocLane) -> None:
     init(self)
     leak_a_descriptor()

@@ -19,19 +19,19 @@ from kvwire_inproc import link as link_module
 from kvwire_inproc.backend import InprocListener
 from kvwire_inproc.link import InprocLink
 from kvwire_inproc.pipe import InprocPipe, PipeEnd, PipeFrame
-from tests.backends.planted import caught_by, instead_of, leak_a_descriptor
+from tests.backends.planted import expect_found, expect_found_in, leak_a_descriptor
 
 # --- frames ---------------------------------------------------------------------------
 
 
-@instead_of(InprocPipe.put, check_backend, "order.sizes[small]", "order.echo")
+@expect_found_in(InprocPipe.put, check_backend, "order.sizes[small]", "order.echo")
 def test_loses_a_frame(put: Any, self: InprocPipe, frames: list[PipeFrame]) -> None:
     put(self, [frame for i, frame in enumerate(frames) if i % 10 != 9])
     if len(frames) == 1 and frames[0].payload_bytes == 300_000:
         self.done(frames[0])
 
 
-@caught_by(check_backend, "frame.headers")
+@expect_found(check_backend, "frame.headers")
 def test_changes_a_header(patch: pytest.MonkeyPatch) -> None:
     def frame(header: bytes, payload: Payload | None, token: object) -> PipeFrame:
         return PipeFrame(
@@ -41,7 +41,7 @@ def test_changes_a_header(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "PipeFrame", frame)
 
 
-@instead_of(
+@expect_found_in(
     InprocPipe.move,
     check_backend,
     "payload.size[1]",
@@ -56,7 +56,7 @@ def test_delivers_before_the_bytes_are_there(
     return move(self, frame, None, limit)
 
 
-@instead_of(
+@expect_found_in(
     InprocPipe.move,
     check_backend,
     "payload.kinds[view-to-thousands]",
@@ -74,7 +74,9 @@ def test_writes_one_byte_too_many(
 # --- memory ---------------------------------------------------------------------------
 
 
-@caught_by(check_backend, "memory.source[view]", "memory.source-late", "threads.echo")
+@expect_found(
+    check_backend, "memory.source[view]", "memory.source-late", "threads.echo"
+)
 def test_says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
     put = InprocPipe.put
 
@@ -95,7 +97,7 @@ def test_says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "wake_peer", wake_both)
 
 
-@caught_by(
+@expect_found(
     check_backend,
     "frame.untokened[64KiB]",
     "frame.untokened-batch[flush]",
@@ -105,7 +107,7 @@ def test_keeps_no_copy_without_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "_owned", lambda payload: payload)
 
 
-@instead_of(
+@expect_found_in(
     InprocLink._finish, check_backend, "memory.abort-midway", "memory.peer-abort"
 )
 def test_writes_after_the_end(
@@ -118,12 +120,12 @@ def test_writes_after_the_end(
         self._loop.call_soon(ends.__setitem__, slice(None), bytes(100))
 
 
-@caught_by(check_backend, "memory.abort-sender")
+@expect_found(check_backend, "memory.abort-sender")
 def test_is_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocPipe, "end", lambda self, error: self.finish())
 
 
-@caught_by(
+@expect_found(
     check_backend, "memory.released-idle", "memory.released-aborted", "leak.collected"
 )
 def test_holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
@@ -145,26 +147,28 @@ def test_holds_memory_after_the_end(patch: pytest.MonkeyPatch) -> None:
 # --- callbacks ------------------------------------------------------------------------
 
 
-@instead_of(InprocLink.flush, check_backend, "callback.once", "order.sizes[empty]")
+@expect_found_in(InprocLink.flush, check_backend, "callback.once", "order.sizes[empty]")
 def test_delivers_from_inside_flush(flush: Any, self: InprocLink) -> None:
     flush(self)
     self._peer._turn()
 
 
-@instead_of(InprocLink.send, check_backend, "callback.nested")
+@expect_found_in(InprocLink.send, check_backend, "callback.nested")
 def test_reenters_a_handler(send: Any, self: InprocLink, *arguments: Any) -> None:
     send(self, *arguments)
     self._turn()
 
 
-@instead_of(InprocLink._turn, check_backend, "order.ping-pong", "memory.source-late")
+@expect_found_in(
+    InprocLink._turn, check_backend, "order.ping-pong", "memory.source-late"
+)
 def test_calls_back_on_another_thread(turn: Any, self: InprocLink) -> None:
     thread = threading.Thread(target=turn, args=(self,))
     thread.start()
     thread.join()
 
 
-@instead_of(
+@expect_found_in(
     InprocLink._receive,
     check_backend,
     "callback.abort-in[header]",
@@ -180,7 +184,7 @@ def test_delivers_what_was_refused(
         handler.body_received(self, landing)
 
 
-@instead_of(
+@expect_found_in(
     InprocLink._receive,
     check_backend,
     "isolation.raises[arrival]",
@@ -198,7 +202,7 @@ def test_swallows_errors_of_handlers(
 # --- the end --------------------------------------------------------------------------
 
 
-@instead_of(
+@expect_found_in(
     InprocLink._finish,
     check_backend,
     "close.both",
@@ -212,7 +216,9 @@ def test_says_link_closed_twice(
     self._loop.call_soon(handler.link_closed, self, end.error)
 
 
-@instead_of(InprocLink._finish, check_backend, "abort.own[up]", "callback.in-closed")
+@expect_found_in(
+    InprocLink._finish, check_backend, "abort.own[up]", "callback.in-closed"
+)
 def test_never_says_link_closed_after_abort(
     finish: Any, self: InprocLink, handler: LinkHandler, end: PipeEnd
 ) -> None:
@@ -220,25 +226,27 @@ def test_never_says_link_closed_after_abort(
         finish(self, handler, end)
 
 
-@caught_by(check_backend, "close.queued[many]", "close.flushed[large]", "close.unread")
+@expect_found(
+    check_backend, "close.queued[many]", "close.flushed[large]", "close.unread"
+)
 def test_drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocPipe, "finish", lambda self: self.end(None))
 
 
-@instead_of(InprocLink.close, check_backend, "close.against-bulk", "close.both")
+@expect_found_in(InprocLink.close, check_backend, "close.against-bulk", "close.both")
 def test_resets_what_the_peer_sends_on_close(close: Any, self: InprocLink) -> None:
     if not self._into.drained or self._out.queued_bytes > 4 << 20:
         self.abort()
     close(self)
 
 
-@caught_by(check_backend, "close.then-abort", "abort.bulk-told")
+@expect_found(check_backend, "close.then-abort", "abort.bulk-told")
 def test_takes_abort_for_a_clean_end(patch: pytest.MonkeyPatch) -> None:
     end = InprocPipe.end
     patch.setattr(InprocPipe, "end", lambda self, error: end(self, None))
 
 
-@instead_of(InprocLink.close, check_backend, "close.send-after")
+@expect_found_in(InprocLink.close, check_backend, "close.send-after")
 def test_sends_after_close(close: Any, self: InprocLink) -> None:
     close(self)
     self._closing = False
@@ -247,23 +255,25 @@ def test_sends_after_close(close: Any, self: InprocLink) -> None:
 # --- counters -------------------------------------------------------------------------
 
 
-@caught_by(check_backend, "pressure.queued-counts")
+@expect_found(check_backend, "pressure.queued-counts")
 def test_forgets_headers_in_queued_bytes(patch: pytest.MonkeyPatch) -> None:
     queued = property(lambda self: sum(f.payload_bytes for f in self._unflushed))
     patch.setattr(InprocLink, "queued_bytes", queued)
 
 
-@caught_by(check_backend, "pressure.unread")
+@expect_found(check_backend, "pressure.unread")
 def test_never_says_link_writable(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "_over", lambda self: True)
 
 
-@caught_by(check_backend, "pressure.fair-loop", "pressure.fair-other")
+@expect_found(check_backend, "pressure.fair-loop", "pressure.fair-other")
 def test_takes_the_loop_for_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(link_module, "WAKEUP_BYTES", 1 << 40)
 
 
-@instead_of(InprocPipe.put, check_backend, "pressure.fair-loop", "close.flushed[many]")
+@expect_found_in(
+    InprocPipe.put, check_backend, "pressure.fair-loop", "close.flushed[many]"
+)
 def test_stops_behind_the_first_frame(
     put: Any, self: InprocPipe, frames: list[PipeFrame]
 ) -> None:
@@ -275,7 +285,7 @@ def test_stops_behind_the_first_frame(
 # --- pausing --------------------------------------------------------------------------
 
 
-@caught_by(check_backend, "pause.before", "pause.each", "pause.end")
+@expect_found(check_backend, "pause.before", "pause.each", "pause.end")
 def test_ignores_pause(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocLink, "pause", lambda self: None)
 
@@ -283,12 +293,12 @@ def test_ignores_pause(patch: pytest.MonkeyPatch) -> None:
 # --- addresses, isolation and leaks ---------------------------------------------------
 
 
-@caught_by(check_backend, "address.conflict")
+@expect_found(check_backend, "address.conflict")
 def test_takes_a_taken_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(type(backend_module._names), "_free", lambda self, name: True)
 
 
-@caught_by(check_backend, "address.again")
+@expect_found(check_backend, "address.again")
 def test_closes_links_with_their_listener(patch: pytest.MonkeyPatch) -> None:
     taken: list[InprocLink] = []
     take, close = InprocListener.take, InprocListener.close
@@ -306,13 +316,15 @@ def test_closes_links_with_their_listener(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocListener, "close", close_all)
 
 
-@instead_of(InprocListener.close, check_backend, "address.refused", "cancel.listen")
+@expect_found_in(
+    InprocListener.close, check_backend, "address.refused", "cancel.listen"
+)
 async def test_never_comes_back_from_closing(close: Any, self: InprocListener) -> None:
     await close(self)
     await asyncio.Event().wait()
 
 
-@instead_of(InprocListener.take, check_backend, "address.accept-raises")
+@expect_found_in(InprocListener.take, check_backend, "address.accept-raises")
 def test_gives_up_when_accept_raises(
     right: Any, self: InprocListener, link: InprocLink
 ) -> None:
@@ -322,7 +334,7 @@ def test_gives_up_when_accept_raises(
         backend_module._names.give_back(self)
 
 
-@caught_by(check_backend, "isolation.sixteen")
+@expect_found(check_backend, "isolation.sixteen")
 def test_mixes_two_links(patch: pytest.MonkeyPatch) -> None:
     put = InprocPipe.put
     ways: list[InprocPipe] = []
@@ -334,7 +346,7 @@ def test_mixes_two_links(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InprocPipe, "put", astray)
 
 
-@instead_of(
+@expect_found_in(
     InprocLink.__init__,
     check_backend,
     "leak.cycles[closed]",
@@ -348,7 +360,7 @@ def test_leaks_a_descriptor_for_each_link(
     leak_a_descriptor()
 
 
-@instead_of(InprocBackend.connect, check_backend, "cancel.connect")
+@expect_found_in(InprocBackend.connect, check_backend, "cancel.connect")
 async def test_leaves_half_a_link_when_cancelled(
     connect: Any, self: InprocBackend, address: Address
 ) -> Any:

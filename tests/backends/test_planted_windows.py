@@ -16,7 +16,7 @@ from kvwire.memory.generations import require_order
 from kvwire_certify.conformance import check_lanes
 from kvwire_certify.conformance.runner import LANE_CHECKS
 from kvwire_inproc.lane import InprocLane
-from tests.backends.planted import Plant, caught_by, instead_of
+from tests.backends.planted import Plant, expect_found, expect_found_in
 
 _ENTRY_BYTES = 8
 
@@ -120,13 +120,13 @@ BUGS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", BUGS)
 async def test_a_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method, bug, checks = BUGS[name]
-    await caught_by(check_lanes, *checks)(reader_with(method, bug))(monkeypatch)
+    await expect_found(check_lanes, *checks)(reader_with(method, bug))(monkeypatch)
 
 
 _right_look = InprocWindow.looks_before
 
 
-@caught_by(check_lanes, "windows.forged")
+@expect_found(check_lanes, "windows.forged")
 def test_believes_entries_beyond_the_table(patch: pytest.MonkeyPatch) -> None:
     reads_windows(patch)
 
@@ -150,7 +150,7 @@ async def test_a_lane_that_reads_windows_passes(
     assert len(report.passed) == len(checks) == 6
 
 
-@instead_of(InprocLane.send, check_lanes, "windows.changing")
+@expect_found_in(InprocLane.send, check_lanes, "windows.changing")
 def test_sends_what_the_memory_held_before(
     send: Any, self: InprocLane, payload: Any, token: object
 ) -> bytes:

@@ -57,7 +57,7 @@ Check = Callable[[Peer, pytest.MonkeyPatch, Path], Awaitable[bool]]
 ROWS: list[str] = []
 
 
-def row(
+def expect_row(
     name: str, expected: tuple[bool, ...]
 ) -> Callable[[Check], Callable[..., Awaitable[None]]]:
     """Make a test of what a row of the page names: whether each of PEERS gets it."""
@@ -93,7 +93,7 @@ async def moved(both: Halves, memory: npt.NDArray[np.uint8]) -> PlaceKind:
     return decode(descriptor, memory.size).kind
 
 
-@row("arenas with payload", IN_PLACE)
+@expect_row("arenas with payload", IN_PLACE)
 async def test_arenas_with_payload(peer: Peer, *_: object) -> bool:
     before = mapped("kvwire-secret")
     with Arena(2 * MIB, name="kvwire-secret") as arena:
@@ -105,7 +105,7 @@ async def test_arenas_with_payload(peer: Peer, *_: object) -> bool:
     return got
 
 
-@row("arenas with a window", IN_PLACE)
+@expect_row("arenas with a window", IN_PLACE)
 async def test_arenas_with_a_window(peer: Peer, *_: object) -> bool:
     before = mapped("kvwire-generations")
     with closing(OwnersCache(2, 4, 4096, in_arena=True)) as owner:
@@ -118,13 +118,13 @@ async def test_arenas_with_a_window(peer: Peer, *_: object) -> bool:
     return True
 
 
-@row("addresses of payload", IN_PLACE)
+@expect_row("addresses of payload", IN_PLACE)
 async def test_addresses(peer: Peer, *_: object) -> bool:
     async with halves("auto", peer.windows) as both:
         return await moved(both, np.full(MIB, 5, np.uint8)) is PlaceKind.MEMORY
 
 
-@row("permission to trace the process", IN_PLACE)
+@expect_row("permission to trace the process", IN_PLACE)
 async def test_permission(peer: Peer, patch: pytest.MonkeyPatch, folder: Path) -> bool:
     (folder / "scope").write_text("1")
     named: list[int] = []
@@ -139,7 +139,7 @@ async def test_permission(peer: Peer, patch: pytest.MonkeyPatch, folder: Path) -
         return os.getpid() in named
 
 
-@row("handles of device memory", IN_PLACE)
+@expect_row("handles of device memory", IN_PLACE)
 async def test_device_handles(
     peer: Peer, patch: pytest.MonkeyPatch, *_: object
 ) -> bool:
@@ -155,7 +155,7 @@ async def test_device_handles(
     return True
 
 
-@row("the ring of a lane", (True,) * 4)
+@expect_row("the ring of a lane", (True,) * 4)
 async def test_ring(peer: Peer, *_: object) -> bool:
     before = mapped("kvwire-staging")
     async with halves("arena", peer.windows) as both:
@@ -163,7 +163,7 @@ async def test_ring(peer: Peer, *_: object) -> bool:
         return mapped("kvwire-staging") > before
 
 
-@row("keys of a window", (False, False, True, False))
+@expect_row("keys of a window", (False, False, True, False))
 async def test_window_keys(peer: Peer, *_: object) -> bool:
     async with pair("ucx", {}, peer.windows) as (owner, _reader):
         try:
@@ -172,7 +172,7 @@ async def test_window_keys(peer: Peer, *_: object) -> bool:
             return False
 
 
-@row("keys of payload", (True, True, False, False))
+@expect_row("keys of payload", (True, True, False, False))
 async def test_lasting_keys(peer: Peer, *_: object) -> bool:
     """Whether UCX may keep the keys of payload that was sent."""
     backend = UcxBackend()
@@ -186,7 +186,7 @@ async def test_lasting_keys(peer: Peer, *_: object) -> bool:
         await backend.aclose()
 
 
-@row("descriptions of arrays", (True, True, True, False))
+@expect_row("descriptions of arrays", (True, True, True, False))
 async def test_arrays(peer: Peer, *_: object) -> bool:
     return nixl_settings({}, peer.windows).exposes_caches
 

@@ -84,7 +84,7 @@ class Members:
         """Look who is there, as somebody else."""
         return await self.directory().members(f"role={self.role}")
 
-    async def require(self, *records: Record) -> None:
+    async def expect_only(self, *records: Record) -> None:
         """Fail unless these are there, each once, and no others."""
         found = sorted(await self.found(), key=lambda one: one.key)
         assert found == sorted(records, key=lambda one: one.key)
@@ -112,7 +112,7 @@ async def expect(
 
 
 async def test_empty(members: Members) -> None:
-    await members.require()
+    await members.expect_only()
 
 
 async def test_announced(members: Members) -> None:
@@ -125,7 +125,7 @@ async def test_announced(members: Members) -> None:
         labels={"zone": "a", "Ä": "ß/ =,"},
     )
     await members.directory().announce(record)
-    await members.require(record)
+    await members.expect_only(record)
 
 
 async def test_joined(members: Members) -> None:
@@ -148,7 +148,7 @@ async def test_changed(members: Members) -> None:
         await expect(changes, ChangeKind.JOINED, old)
         await directory.announce(new)
         await expect(changes, ChangeKind.CHANGED, new)
-    await members.require(new)
+    await members.expect_only(new)
 
 
 async def test_one_name(members: Members) -> None:
@@ -157,9 +157,9 @@ async def test_one_name(members: Members) -> None:
     first, second = members.directory(), members.directory()
     await first.announce(one)
     await second.announce(another)
-    await members.require(one, another)
+    await members.expect_only(one, another)
     await first.withdraw(one.key)
-    await members.require(another)
+    await members.expect_only(another)
 
 
 async def test_withdrawn(members: Members) -> None:
@@ -171,7 +171,7 @@ async def test_withdrawn(members: Members) -> None:
         await directory.withdraw(record.key)
         await directory.withdraw(record.key)
         await expect(changes, ChangeKind.LEFT, record)
-    await members.require()
+    await members.expect_only()
 
 
 async def test_closed(members: Members) -> None:
@@ -284,6 +284,6 @@ async def test_what_is_no_record(members: Members, value: bytes) -> None:
             await directory.announce(record)
             await expect(changes, ChangeKind.JOINED, record)
         assert watched.ignored > 0
-        await members.require(record)
+        await members.expect_only(record)
     finally:
         await directory.erase(key)

@@ -34,7 +34,7 @@ _REACH = ("access", "memory-range", "place", "stale")
 _FREED = ("AssertionError", "KeyError", "drained", "memory-reuse")
 
 
-def found_as(
+def expect_found_as(
     right: Any, *rules: str
 ) -> Callable[[Callable[..., Any]], Callable[[pytest.MonkeyPatch], None]]:
     """Make a test of what a bug makes of a method: a seed fails by one of the rules."""
@@ -61,12 +61,12 @@ def begins_at_the_beginning(check: Any, grants: Any, **asked: Any) -> Any:
     return replace(check(grants, **asked), offset=0)
 
 
-test_a_grant_that_begins_at_the_beginning_of_its_region = found_as(
+test_a_grant_that_begins_at_the_beginning_of_its_region = expect_found_as(
     Grants.check, *_REACH
 )(begins_at_the_beginning)
 
 
-@found_as(Grants.check, "KeyError", *_REACH)
+@expect_found_as(Grants.check, "KeyError", *_REACH)
 def test_a_closed_region_can_still_be_reached(
     check: Any,
     grants: Any,
@@ -78,17 +78,17 @@ def test_a_closed_region_can_still_be_reached(
         return grants._rows[asked["grant"]]
 
 
-@found_as(OneSided.region_revoked, "stale", *_FREED)
+@expect_found_as(OneSided.region_revoked, "stale", *_FREED)
 def test_a_closed_region_goes_on_being_written_and_read(*_: Any) -> None:
     pass
 
 
-@found_as(LaneTable.look, "detection", "stuck", "left-open")
+@expect_found_as(LaneTable.look, "detection", "stuck", "left-open")
 def test_a_lane_that_has_lost_its_path_is_not_noticed(*_: Any) -> None:
     pass
 
 
-@found_as(Holds.retire, *_FREED)
+@expect_found_as(Holds.retire, *_FREED)
 def test_retired_memory_drains_although_it_is_held(
     retire: Any, holds: Any, buffer: Any
 ) -> None:
@@ -97,7 +97,7 @@ def test_retired_memory_drains_although_it_is_held(
     retire(holds, buffer)
 
 
-@found_as(ChunkMover.land, *_FREED)
+@expect_found_as(ChunkMover.land, *_FREED)
 def test_memory_is_not_held_while_a_payload_lands_in_it(
     land: Any, chunks: Any, header: Any, buffer: Any, *args: Any, **named: Any
 ) -> Any:
@@ -106,7 +106,7 @@ def test_memory_is_not_held_while_a_payload_lands_in_it(
     return arrival
 
 
-@found_as(ChunkMover.next_chunk, *_FREED)
+@expect_found_as(ChunkMover.next_chunk, *_FREED)
 def test_memory_is_not_held_while_the_link_reads_it(
     next_chunk: Any, chunks: Any, *args: Any
 ) -> Any:
@@ -116,7 +116,7 @@ def test_memory_is_not_held_while_the_link_reads_it(
     return chunk
 
 
-@found_as(ConnectionCore._end, *_FREED)
+@expect_found_as(ConnectionCore._end, *_FREED)
 def test_an_abort_frees_memory_without_waiting_for_the_link(
     end: Any, core: Any, *args: Any, **named: Any
 ) -> None:
@@ -124,7 +124,7 @@ def test_an_abort_frees_memory_without_waiting_for_the_link(
     core.chunks.link_gone()
 
 
-@found_as(ConnectionCore._abandon, *_FREED)
+@expect_found_as(ConnectionCore._abandon, *_FREED)
 def test_a_timeout_frees_the_memory_of_its_request(
     abandon: Any, core: Any, request: Any, error: Any, tell: Any
 ) -> None:
@@ -133,7 +133,7 @@ def test_a_timeout_frees_the_memory_of_its_request(
         core.holds.drop(request.buffer)
 
 
-@found_as(LaneTable._release, "drained", "KeyError", "memory-reuse", "detection")
+@expect_found_as(LaneTable._release, "drained", "KeyError", "memory-reuse", "detection")
 def test_memory_goes_back_when_the_peer_has_it_and_the_lane_still_reads_it(
     release: Any, lanes: Any, lane: Any, chunk: Any
 ) -> Any:
@@ -141,7 +141,7 @@ def test_memory_goes_back_when_the_peer_has_it_and_the_lane_still_reads_it(
     return release(lanes, lane, chunk)
 
 
-@found_as(LaneTable.link_gone, "KeyError", "memory-reuse")
+@expect_found_as(LaneTable.link_gone, "KeyError", "memory-reuse")
 def test_with_the_control_link_the_memory_on_lanes_is_given_back(
     link_gone: Any, lanes: Any
 ) -> None:
@@ -151,7 +151,9 @@ def test_with_the_control_link_the_memory_on_lanes_is_given_back(
     link_gone(lanes)
 
 
-@found_as(OneSided.done_received, "UnexpectedFrame", "completion", "memory-reuse")
+@expect_found_as(
+    OneSided.done_received, "UnexpectedFrame", "completion", "memory-reuse"
+)
 def test_a_put_confirmed_early_ends_before_the_link_is_through_with_it(
     done_received: Any, puts: Any, header: Any, body: Any
 ) -> None:
@@ -161,7 +163,7 @@ def test_a_put_confirmed_early_ends_before_the_link_is_through_with_it(
     done_received(puts, header, body)
 
 
-@found_as(Messages._meet, "KeyError", "completion", "memory-reuse")
+@expect_found_as(Messages._meet, "KeyError", "completion", "memory-reuse")
 def test_an_eager_message_is_handed_over_before_all_of_it_is_here(
     meet: Any, messages: Any, tag: int
 ) -> None:
@@ -170,21 +172,21 @@ def test_an_eager_message_is_handed_over_before_all_of_it_is_here(
     meet(messages, tag)
 
 
-@found_as(WindowReads.finish, "stale-block")
+@expect_found_as(WindowReads.finish, "stale-block")
 def test_the_owner_does_not_compare_after_the_bytes(
     finish: Any, windows: Any, request: Any, stale: bytes, *, sent: bool
 ) -> None:
     finish(windows, request, b"" if sent else stale, sent=sent)
 
 
-@found_as(WindowReads.got, "stale-block")
+@expect_found_as(WindowReads.got, "stale-block")
 def test_blocks_that_were_withdrawn_in_the_middle_count_as_landed(
     got: Any, windows: Any, header: Any, body: Any
 ) -> None:
     got(windows, header, replaced(body, stale=b"") if body.sent else body)
 
 
-@found_as(ChunkMover.next_chunk, "completion", "memory-reuse", "stale-block")
+@expect_found_as(ChunkMover.next_chunk, "completion", "memory-reuse", "stale-block")
 def test_the_owner_compares_before_the_link_is_through_with_the_bytes(
     next_chunk: Any, chunks: Any, *args: Any
 ) -> Any:
@@ -197,7 +199,7 @@ def test_the_owner_compares_before_the_link_is_through_with_the_bytes(
     return chunk
 
 
-@found_as(WindowReads.opened, "window")
+@expect_found_as(WindowReads.opened, "window")
 def test_a_window_that_opens_too_late_stays_open_at_its_owner(
     opened: Any, windows: Any, header: Any, body: Any
 ) -> None:
@@ -205,12 +207,12 @@ def test_a_window_that_opens_too_late_stays_open_at_its_owner(
         opened(windows, header, body)
 
 
-@found_as(WindowReads.hide, "window")
+@expect_found_as(WindowReads.hide, "window")
 def test_readers_are_not_told_that_a_window_was_closed(*_: Any) -> None:
     pass
 
 
-@found_as(WindowReads.data_landed, "UnexpectedFrame", "accused", "completion")
+@expect_found_as(WindowReads.data_landed, "UnexpectedFrame", "accused", "completion")
 def test_a_get_that_was_cancelled_while_its_only_frame_came_ends_again(
     landed: Any, windows: Any, arrival: Any, data: Any, *, intact: bool
 ) -> None:

@@ -58,7 +58,7 @@ def _no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def freed(
+def expect_freed(
     use: Callable[[Pair, Buffers], Awaitable[object]],
 ) -> Callable[[str], Awaitable[None]]:
     """Make a test of a use: three times over each transport, its memory is free."""
@@ -81,7 +81,7 @@ def freed(
     return checked
 
 
-@freed
+@expect_freed
 async def test_sent_and_received(pair: Pair, made: Buffers) -> None:
     target = made()
     received = pair.right.recv(1, into=target)
@@ -90,7 +90,7 @@ async def test_sent_and_received(pair: Pair, made: Buffers) -> None:
     await received
 
 
-@freed
+@expect_freed
 async def test_put_and_got(pair: Pair, made: Buffers) -> None:
     region = pair.far.register(made(), "readwrite")
     grant = region.grant(pair.right)
@@ -100,26 +100,26 @@ async def test_put_and_got(pair: Pair, made: Buffers) -> None:
     await region.close()
 
 
-@freed
+@expect_freed
 async def test_a_receive_with_a_deadline(pair: Pair, made: Buffers) -> None:
     request = pair.left.recv(2, into=made(), deadline=SOON_S)
     await request
 
 
-@freed
+@expect_freed
 async def test_a_receive_that_is_cut_short(pair: Pair, made: Buffers) -> None:
     request = pair.left.recv(2, into=made())
     await asyncio.wait_for(request, SOON_S)
 
 
-@freed
+@expect_freed
 async def test_a_receive_that_is_cancelled(pair: Pair, made: Buffers) -> None:
     request = pair.left.recv(2, into=made())
     request.cancel()
     await request
 
 
-@freed
+@expect_freed
 async def test_a_task_that_is_cancelled(pair: Pair, made: Buffers) -> None:
     task = asyncio.create_task(pair.left.recv(2, into=made()))
     await turns(5)
@@ -128,7 +128,7 @@ async def test_a_task_that_is_cancelled(pair: Pair, made: Buffers) -> None:
         await task
 
 
-@freed
+@expect_freed
 async def test_a_send_with_a_deadline(pair: Pair, made: Buffers) -> None:
     request = pair.left.send(3, made(), deadline=SOON_S)
     try:
@@ -137,7 +137,7 @@ async def test_a_send_with_a_deadline(pair: Pair, made: Buffers) -> None:
         await request.released()
 
 
-@freed
+@expect_freed
 async def test_a_result_that_is_raised_again(pair: Pair, made: Buffers) -> None:
     request = pair.left.send(3, made(), deadline=SOON_S)
     with contextlib.suppress(kvwire.DeadlineExceeded):
@@ -145,7 +145,7 @@ async def test_a_result_that_is_raised_again(pair: Pair, made: Buffers) -> None:
     request.result()
 
 
-@freed
+@expect_freed
 async def test_a_get_that_is_refused(pair: Pair, made: Buffers) -> None:
     region = pair.far.register(made(), "read")
     grant = region.grant(pair.right)
@@ -154,7 +154,7 @@ async def test_a_get_that_is_refused(pair: Pair, made: Buffers) -> None:
     await request
 
 
-@freed
+@expect_freed
 async def test_a_put_that_is_refused(pair: Pair, made: Buffers) -> None:
     region = pair.far.register(made(), "read")
     request = pair.left.put(made(), region.grant(pair.right))
@@ -164,7 +164,7 @@ async def test_a_put_that_is_refused(pair: Pair, made: Buffers) -> None:
         await region.close()
 
 
-@freed
+@expect_freed
 async def test_a_peer_that_is_not_there(pair: Pair, made: Buffers) -> None:
     peer = pair.near.peer("127.0.0.1:1")
     request = peer.send(1, made(), deadline=SOON_S)
@@ -174,7 +174,7 @@ async def test_a_peer_that_is_not_there(pair: Pair, made: Buffers) -> None:
         await peer.close()
 
 
-@freed
+@expect_freed
 async def test_a_window_that_is_read(pair: Pair, made: Buffers) -> None:
     exposed = pair.far.expose("w", made(), block_bytes=4096)
     ticket = exposed.offer([1, 2])
@@ -186,14 +186,14 @@ async def test_a_window_that_is_read(pair: Pair, made: Buffers) -> None:
     await exposed.close()
 
 
-@freed
+@expect_freed
 async def test_a_window_that_is_not_there(pair: Pair, made: Buffers) -> None:
     buffer = made()
     assert buffer.size
     await pair.left.window("nothing", deadline=SOON_S)
 
 
-@freed
+@expect_freed
 async def test_a_transfer(pair: Pair, made: Buffers) -> None:
     out = pair.far.publish("t", made.cache(), range(8))
     out.ready()
@@ -203,7 +203,7 @@ async def test_a_transfer(pair: Pair, made: Buffers) -> None:
     await asyncio.gather(out, incoming.drained(), out.drained())
 
 
-@freed
+@expect_freed
 async def test_a_transfer_that_is_aborted(pair: Pair, made: Buffers) -> None:
     out = pair.far.publish("t", made.cache(), range(8))
     incoming = pair.left.pull("t", made.cache(), range(8))
@@ -216,7 +216,7 @@ async def test_a_transfer_that_is_aborted(pair: Pair, made: Buffers) -> None:
         await asyncio.gather(incoming.drained(), out.drained())
 
 
-@freed
+@expect_freed
 async def test_a_transfer_with_a_deadline(pair: Pair, made: Buffers) -> None:
     incoming = pair.left.pull("nothing", made.cache(), range(8), deadline=SOON_S)
     outcome = await incoming
@@ -224,7 +224,7 @@ async def test_a_transfer_with_a_deadline(pair: Pair, made: Buffers) -> None:
     await incoming.layer(0)
 
 
-@freed
+@expect_freed
 async def test_a_push_that_nobody_expects(pair: Pair, made: Buffers) -> None:
     out = pair.left.push("nothing", made.cache(), range(8), deadline=SOON_S)
     out.ready()
@@ -232,7 +232,7 @@ async def test_a_push_that_nobody_expects(pair: Pair, made: Buffers) -> None:
     await out.drained()
 
 
-@freed
+@expect_freed
 async def test_a_connection_that_is_aborted(pair: Pair, made: Buffers) -> None:
     other = await pair.near.connect(pair.address)
     request = other.recv(1, into=made())
@@ -247,7 +247,7 @@ async def test_a_connection_that_is_aborted(pair: Pair, made: Buffers) -> None:
         await (await pair.far.accept()).wait_closed()
 
 
-@freed
+@expect_freed
 async def test_a_connection_that_is_closed(pair: Pair, made: Buffers) -> None:
     other = await pair.near.connect(pair.address)
     await other.close()

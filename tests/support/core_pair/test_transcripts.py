@@ -102,7 +102,7 @@ def expect_same(said: Transcript, recorded: Transcript) -> None:
             assert same(frame, before), f"{step.title}: {CHANGED}"
 
 
-def recorded(script: Script) -> Callable[[], None]:
+def expect_recorded(script: Script) -> Callable[[], None]:
     """Make a test of a script: it has not changed since it was recorded (goal R6)."""
     name = script.__name__.removeprefix("test_").replace("_", "-")
     trust = _TRUST.get(name, TrustMode.PSK)
@@ -126,7 +126,7 @@ def test_a_handshake_that_is_refused(case: Case) -> None:
     expect_same(record(case), golden(case))
 
 
-@recorded
+@expect_recorded
 def test_messages(pair: ConnectionPair) -> Iterator[str]:
     """At once: into memory that is there, held, of 0 bytes; and credit for them."""
     client, server = pair.client, pair.server
@@ -146,7 +146,7 @@ def test_messages(pair: ConnectionPair) -> Iterator[str]:
     yield "four more, for which credit comes back"
 
 
-@recorded
+@expect_recorded
 def test_rendezvous(pair: ConnectionPair) -> Iterator[str]:
     """Announced: before and after the receive, too large for it, taken back."""
     client, server = pair.client, pair.server
@@ -166,7 +166,7 @@ def test_rendezvous(pair: ConnectionPair) -> Iterator[str]:
     yield "and takes them back"
 
 
-@recorded
+@expect_recorded
 def test_puts_and_gets(pair: ConnectionPair) -> Iterator[str]:
     """Whole grants and parts of them, in both directions."""
     client, server = pair.client, pair.server
@@ -182,7 +182,7 @@ def test_puts_and_gets(pair: ConnectionPair) -> Iterator[str]:
     yield "the server gets and puts at once"
 
 
-@recorded
+@expect_recorded
 def test_refused(pair: ConnectionPair) -> Iterator[str]:
     """Requests that fail while the connection goes on."""
     client, server = pair.client, pair.server
@@ -205,7 +205,7 @@ def test_refused(pair: ConnectionPair) -> Iterator[str]:
     yield "and gets with a token that nobody has made"
 
 
-@recorded
+@expect_recorded
 def test_alive(pair: ConnectionPair) -> Iterator[str]:
     """A quiet hour, or a part of it."""
     _wait(pair.client, 2.0)
@@ -215,7 +215,7 @@ def test_alive(pair: ConnectionPair) -> Iterator[str]:
     yield "the server hears nothing for longer"
 
 
-@recorded
+@expect_recorded
 def test_pushed(pair: ConnectionPair) -> Iterator[str]:
     """A KV transfer that the producer asks for; one segment comes twice as large."""
     client, server = pair.client, pair.server
@@ -236,7 +236,7 @@ def test_pushed(pair: ConnectionPair) -> Iterator[str]:
     yield "and confirms"
 
 
-@recorded
+@expect_recorded
 def test_pulled(pair: ConnectionPair) -> Iterator[str]:
     """The same, asked for by the consumer; and one that is refused."""
     client, server = pair.client, pair.server
@@ -256,7 +256,7 @@ def test_pulled(pair: ConnectionPair) -> Iterator[str]:
     yield "the server refuses"
 
 
-@recorded
+@expect_recorded
 def test_on_lanes(pair: ConnectionPair) -> Iterator[str]:
     """A lane that carries both ways and breaks, one that is declined, and no more."""
     client, server, lanes = pair.client, pair.server, PairLanes(pair)
@@ -288,7 +288,7 @@ def test_on_lanes(pair: ConnectionPair) -> Iterator[str]:
     yield "and is content without"
 
 
-@recorded
+@expect_recorded
 def test_windows(pair: ConnectionPair) -> Iterator[str]:
     """Gets of a window: of a block that is there, of one withdrawn, of a small one."""
     client, server = pair.client, pair.server
@@ -338,7 +338,7 @@ def test_windows(pair: ConnectionPair) -> Iterator[str]:
     yield "the client no longer reads it"
 
 
-@recorded
+@expect_recorded
 def test_closed(pair: ConnectionPair) -> Iterator[str]:
     """A close that waits for a put, and for nothing else."""
     client, server = pair.client, pair.server
@@ -348,7 +348,7 @@ def test_closed(pair: ConnectionPair) -> Iterator[str]:
     yield "the client puts and closes"
 
 
-@recorded
+@expect_recorded
 def test_closed_by_both(pair: ConnectionPair) -> Iterator[str]:
     """Two CLOSE that cross."""
     pair.client.close()

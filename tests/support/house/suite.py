@@ -41,6 +41,8 @@ def idle_tests(source: Source) -> Iterator[check.Finding]:
 
 
 def _asks(function: check.AnyFunction) -> bool:
+    if any(check.dotted(d).startswith(ASSERTING) for d in function.decorator_list):
+        return True
     for node in ast.walk(function):
         if isinstance(node, ast.Assert):
             return True
@@ -98,6 +100,7 @@ CHECKS = (
             ("tests/a.py", "def test_a():\n    with pytest.raises(E):\n        run()"),
             ("tests/a.py", "def test_a():\n    assert_closed(pair)"),
             ("tests/a.py", "def helper():\n    run()"),
+            ("tests/a.py", "@expect_found\ndef test_a():\n    run()"),
         ],
     ),
 )
