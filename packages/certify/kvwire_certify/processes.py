@@ -203,7 +203,9 @@ class Process:
         *arguments: str,
         folder: str | None = None,
         log: int | None = None,
+        start_s: float = START_S,
     ) -> None:
+        self._start_s = start_s
         self._command = (sys.executable, "-m", "kvwire_certify", role)
         self._arguments = arguments
         self._environment = {**os.environ, "TMPDIR": folder} if folder else None
@@ -246,11 +248,11 @@ class Process:
         self.channel = MessageSocket(mine)
         try:
             # The left end starts the right one as well.
-            async with asyncio.timeout(2 * START_S if self._leads else START_S):
+            async with asyncio.timeout((1 + self._leads) * self._start_s):
                 line = await self.channel.receive()
         except TimeoutError:
             await self.kill()
-            text = f"a process has not started within {START_S:g} s"
+            text = f"a process has not started within {self._start_s:g} s"
             raise Gone(text) from None
         if not line:
             raise Gone(f"a process has not started: {await self.ended()}")

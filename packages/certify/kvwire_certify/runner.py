@@ -98,6 +98,8 @@ class Stage:
         target: The target to certify.
         limit_s: The time limit of each call.
         without: Rules that the target need not keep.
+        start_s: The time limit of a start.
+        blocked_s: How much longer than its limit a call may say nothing.
 
     Attributes:
         started: What its first process has reported about the target.
@@ -108,7 +110,12 @@ class Stage:
         target: str,
         limit_s: float = LIMIT_S,
         without: Collection[str] = (),
+        *,
+        start_s: float = START_S,
+        blocked_s: float = BLOCKED_S,
     ) -> None:
+        self._start_s = start_s
+        self._blocked_s = blocked_s
         self.without: tuple[str, ...] = tuple(without)
         self.target = target
         self.started: Started = Started()
@@ -166,6 +173,7 @@ class Stage:
             ",".join(self.without),
             folder=self._folder.name,
             log=self._log.fileno(),
+            start_s=self._start_s,
         )
         self._log.truncate(0)
         try:
@@ -195,9 +203,9 @@ class Stage:
         step = -1
         last = Played(-1)
         while True:
-            patience_s = limit_s * OPENING + BLOCKED_S
+            patience_s = limit_s * OPENING + self._blocked_s
             if step >= 0 and schedule.steps[step].verb == "kill":
-                patience_s += START_S
+                patience_s += self._start_s
             try:
                 async with asyncio.timeout(patience_s):
                     line = await channel.receive()

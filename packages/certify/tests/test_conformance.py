@@ -54,18 +54,18 @@ async def test_a_class_an_instance_and_a_scheme_are_checked() -> None:
             assert [result.check.id for result in report] == only
 
 
-async def test_failures_raise_unless_only_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(InprocBackend, "api_version", 0)
+async def test_failures_raise_unless_only_reported() -> None:
+    class Old(InprocBackend):
+        api_version = 0
+
     seen: list[Result] = []
     only = ["address.class", "address.free"]
     with pytest.raises(
         CheckFailed, match=r"address\.class: its api_version is 0, not 1"
     ):
-        await check_backend(InprocBackend, only=only, progress=seen.append)
+        await check_backend(Old, only=only, progress=seen.append)
     assert [result.passed for result in seen] == [False, True]
-    report = await check_backend(InprocBackend, only=only, raising=False)
+    report = await check_backend(Old, only=only, raising=False)
     assert [result.check.id for result in report.failed] == ["address.class"]
     assert "FAILED  address.class" in str(report)
     with pytest.raises(CheckFailed, match="1 of 2 checks passed"):
@@ -110,16 +110,19 @@ async def test_the_kit_itself_can_be_cancelled() -> None:
         await task
 
 
-async def test_a_rank_that_is_no_number_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_rank_that_is_no_number_is_found() -> None:
     """Such a backend goes last, wherever it wanted to be."""
-    monkeypatch.setattr(InprocBackend, "rank", classmethod(lambda cls: "high"))
+
+    class High(InprocBackend):
+        @classmethod
+        def rank(cls) -> Any:
+            return "high"
+
     for kit, check in (
         (check_backend, "address.available"),
         (check_lanes, "address.available"),
     ):
-        report = await kit(InprocBackend, only=[check], raising=False)
+        report = await kit(High, only=[check], raising=False)
         assert (
             report.failed[0].reason == "its rank is 'high', which is not a whole number"
         )

@@ -84,10 +84,15 @@ class Faults:
         self.failing |= dict.fromkeys(("preadv", "pwritev", "sync"), errno.EIO)
 
 
-async def disk(path: Any, size: str = "1MiB", hook: Hook | None = None) -> DiskTier:
+async def disk(
+    path: Any,
+    size: str = "1MiB",
+    hook: Hook | None = None,
+    kind: type[DiskTier] = DiskTier,
+) -> DiskTier:
     address = TierAddress.parse(f"disk:{path}?size={size}")
     file_type = File if hook is None else scripted(hook)
-    return await DiskTier.open(address, file_type=file_type)
+    return await kind.open(address, file_type=file_type)
 
 
 def store_on(*below: Tier, memory: str = "memory:128KiB", **how: Any) -> BlockStore:

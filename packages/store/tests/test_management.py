@@ -16,6 +16,7 @@ from kvwire_store.keys import Keys, as_keys
 from kvwire_store.namespace import Namespace
 from kvwire_store.tenants import Tenants
 from kvwire_store.tiers.base import Batch, BlockResults
+from kvwire_store.tiers.disk import DiskTier
 from kvwire_store.tiers.slabs import GRAIN_BYTES
 from packages.store.tests.contract import NAMESPACE
 from packages.store.tests.fakes import FakeTier
@@ -150,35 +151,33 @@ async def test_what_is_pinned_outlives_what_is_not(tmp_path: Path) -> None:
 
 
 async def test_a_delete_goes_on_until_nobody_brings_blocks_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """A get that reads while they are deleted does, and a flush writes them again."""
-    tier, cache = await disk(tmp_path), Filled(seed=1).cache
+    cache = Filled(seed=1).cache
     deletes, reading, go = 0, asyncio.Event(), asyncio.Event()
-    read, delete = tier.read, tier.delete
 
-    async def slow_read(namespace: Namespace, batch: Batch) -> BlockResults:
-        results = await read(namespace, batch)
-        reading.set()
-        await go.wait()
-        return results
+    class Beside(DiskTier):
+        async def read(self, namespace: Namespace, batch: Batch) -> BlockResults:
+            results = await super().read(namespace, batch)
+            reading.set()
+            await go.wait()
+            return results
 
-    async def delete_beside_a_get(keys: Keys) -> None:
-        nonlocal deletes
-        deletes += 1
-        reading.clear()
-        go.clear()
-        getting = store.get(A, Filled().cache, range(4))
-        if deletes <= 2:
-            await reading.wait()
-        await delete(keys)
-        go.set()
-        assert (await getting).complete == (deletes <= 2)
-        await store.flush()
+        async def delete(self, keys: Keys) -> None:
+            nonlocal deletes
+            deletes += 1
+            reading.clear()
+            go.clear()
+            getting = store.get(A, Filled().cache, range(4))
+            if deletes <= 2:
+                await reading.wait()
+            await super().delete(keys)
+            go.set()
+            assert (await getting).complete == (deletes <= 2)
+            await store.flush()
 
-    monkeypatch.setattr(tier, "read", slow_read)
-    monkeypatch.setattr(tier, "delete", delete_beside_a_get)
-    async with store_on(tier, write="back") as store:
+    async with store_on(await disk(tmp_path, kind=Beside), write="back") as store:
         await store.put(A, cache, range(4))
         await store.flush()
         await store.delete(A, cache)
@@ -216,7 +215,8 @@ async def test_what_is_pinned_while_it_makes_room_stays() -> None:
 @pytest.mark.parametrize("evict", ["lru", "s3fifo"])
 async def test_what_one_tenant_has_pinned_lets_another_put(evict: str) -> None:
     """Also where it is all that the one has, and was used less recently."""
-    memory, tenants = f"memory:128KiB?evict={evict}", Tenants(["a", "b"])
+    tenants = Tenants(["a?pinned=32KiB", "b"])
+    memory = f"memory:128KiB?evict={evict}"
     cache = Filled(seed=1).cache
     async with store_on(memory=memory, tenants=tenants) as store:
         pinned, hashes = chain(8, "pinned"), chain(32)

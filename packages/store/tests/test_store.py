@@ -216,17 +216,17 @@ async def test_nothing_begins_behind_a_close() -> None:
 
 @pytest.mark.parametrize("call", ["delete", "delete_all", "pin", "unpin", "flush"])
 async def test_a_close_waits_for_every_call(
-    call: str, monkeypatch: pytest.MonkeyPatch
+    call: str,
 ) -> None:
-    tier, go, begun = FakeTier(), asyncio.Event(), asyncio.Event()
+    go, begun = asyncio.Event(), asyncio.Event()
 
     async def wait(*_: object, **__: object) -> object:
         begun.set()
         await go.wait()
         return all_placed(1, BlockState.MISSING)
 
-    for name in ("delete", "delete_namespace", "apply", "flush"):
-        monkeypatch.setattr(tier, name, wait)
+    calls = ("delete", "delete_namespace", "apply", "flush")
+    tier: FakeTier = type("Waits", (FakeTier,), dict.fromkeys(calls, wait))()
     store, cache = store_on(tier), Filled().cache
     arguments = {"flush": (), "delete_all": (cache,)}.get(call, (chain(1), cache))
     calling = asyncio.create_task(getattr(store, call)(*arguments))

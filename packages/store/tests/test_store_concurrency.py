@@ -20,6 +20,7 @@ from kvwire.memory.copy import copy as plain_copy
 from kvwire_store import BlockStore
 from kvwire_store.keys import Keys, Orders, as_keys
 from kvwire_store.request import StoreRequest
+from kvwire_store.tiers.disk import DiskTier
 from packages.store.tests.contract import NAMESPACE
 from packages.store.tests.fakes import FakeTier
 from packages.store.tests.files import Faults, Scripted, disk, store_on
@@ -101,23 +102,22 @@ async def test_gets_of_one_chain_read_it_once(tmp_path: Path) -> None:
 
 
 async def test_what_comes_while_a_get_asks_has_one_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """Another get brings it to memory before this one knows which tier has it."""
     async with store_on(await disk(tmp_path)) as store:
         await put_chain(store, 1)
-    tier, go, asked = await disk(tmp_path), asyncio.Event(), asyncio.Event()
-    find = tier.find
+    go, asked = asyncio.Event(), asyncio.Event()
 
-    async def slow_find(keys: Keys) -> Orders:
-        orders = await find(keys)
-        if not asked.is_set():
-            asked.set()
-            await go.wait()
-        return orders
+    class SlowFind(DiskTier):
+        async def find(self, keys: Keys) -> Orders:
+            orders = await super().find(keys)
+            if not asked.is_set():
+                asked.set()
+                await go.wait()
+            return orders
 
-    monkeypatch.setattr(tier, "find", slow_find)
-    async with store_on(tier) as store:
+    async with store_on(await disk(tmp_path, kind=SlowFind)) as store:
         first = asyncio.create_task(get_chain(store, 1))
         await asked.wait()
         assert await get_chain(store, 1) == BLOCKS

@@ -39,17 +39,18 @@ def test_no_byte_is_wrong_while_processes_are_stopped_and_killed(
         assert what in said
 
 
-def soak(fault_s: float = 0.0) -> ProcessSoak:
-    return ProcessSoak(seed=1, goal=MIB, fault_s=fault_s, way="tcp")
+def soak() -> ProcessSoak:
+    return ProcessSoak(seed=1, goal=MIB, fault_s=0.0, way="tcp")
 
 
-async def test_a_process_that_ends_by_itself_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    dies = [sys.executable, "-S", "-c", "print({})"]
-    monkeypatch.setattr(ProcessSoak, "command", lambda self, role: dies)
+async def test_a_process_that_ends_by_itself_is_a_failure() -> None:
+    class Dies(ProcessSoak):
+        def command(self, role: str) -> list[str]:
+            return [sys.executable, "-S", "-c", "print({})"]
+
+    dies = Dies(seed=1, goal=MIB, fault_s=0.001, way="tcp")
     with pytest.raises(RuntimeError, match="has ended by itself"):
-        await soak(fault_s=0.001).run()
+        await dies.run()
 
 
 @pytest.mark.parametrize("what", ["wrong", "late", "false"])

@@ -54,13 +54,15 @@ async def test_a_berth_that_something_may_touch_is_used_by_nobody(
         assert again is other
 
 
-async def test_a_report_can_be_read_whatever_a_tier_is_called(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_report_can_be_read_whatever_a_tier_is_called() -> None:
     """Paths are long, and of any bytes: Python has halves of characters for some."""
-    tier = FakeTier("disk:\udcff" + "x" * NAME_CHARS_MAX)
+
+    class Shared(FakeTier):
+        def tenant_uses(self) -> tuple[TenantUse, ...]:
+            return TenantUse(), TenantUse(4096)
+
+    tier = Shared("disk:\udcff" + "x" * NAME_CHARS_MAX)
     tier.error = "\udcff"
-    monkeypatch.setattr(tier, "tenant_uses", lambda: (TenantUse(), TenantUse(4096)))
     async with store_on(tier, tenants=Tenants(["t"])) as store:
         served = ServedStore(store, False, 1, 1, {}, "server")
         report = decode_reply(encode(served.report(1, "")))

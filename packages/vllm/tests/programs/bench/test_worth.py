@@ -41,7 +41,7 @@ def test_the_figures_of_a_cell() -> None:
 
 
 def test_runs_are_joined_and_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = []
     for number, one in enumerate(EVERY):
@@ -49,9 +49,8 @@ def test_runs_are_joined_and_drawn(
         found = {"about": {"kvwire": "1"}, "rounds": [asdict(one)]}
         files[-1].write_text(json.dumps(found))
     picture = tmp_path / "worth.svg"
-    words = ["worth", "--plot", str(picture), "--json", str(tmp_path / "all.json")]
-    monkeypatch.setattr("sys.argv", [*words, "--join", *map(str, files)])
-    assert worth.main() == 0
+    words = ["--plot", str(picture), "--json", str(tmp_path / "all.json")]
+    assert worth.main([*words, "--join", *map(str, files)]) == 0
     shown = capsys.readouterr().out
     assert "| 300:4x2 | prefill + decode | 8 | 200 | 200 | 20 | 500 |" in shown
     assert len(json.loads((tmp_path / "all.json").read_text())["rounds"]) == len(EVERY)

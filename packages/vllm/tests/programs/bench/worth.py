@@ -84,8 +84,8 @@ class Round:
     gaps_s: list[float]  # between one token and the next, of all requests
 
 
-def main() -> int:
-    options = _options()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
     began = time.monotonic()
     if options.join:
         about, rounds = _joined(options.join)
@@ -111,7 +111,7 @@ def main() -> int:
     return 0
 
 
-def _options() -> argparse.Namespace:
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", default=CELLS, help="PROMPT:ANSWERxTOGETHER,...")
     parser.add_argument("--rounds", type=int, default=3, help="of each cell, each way")
@@ -119,7 +119,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="where every sample goes")
     parser.add_argument("--plot", type=Path, help="where a picture goes")
     parser.add_argument("--join", type=Path, nargs="+", help="of earlier runs, no new")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 # --- measuring ------------------------------------------------------------------------
