@@ -82,7 +82,9 @@ class Peer(Closing):
     the member that is least busy at the time of dialling, and another member only after
     the first has left; later changes of load have no effect. Verbs return at once. A
     request waits at most ``handshake_timeout_s`` for a connection, and then fails with
-    :exc:`~kvwire.ConnectError`; a transfer ends with that reason in its outcome. A new
+    :exc:`~kvwire.ConnectError`; a transfer ends with that reason in its outcome. Once a
+    request has waited in vain, later ones fail after one attempt, until an attempt
+    succeeds or a member joins: a process that has ended costs its time once. A new
     connection keeps no state from the previous one: a message goes to the process that
     answers now, which may differ from the process that received the last message.
     """
@@ -112,6 +114,8 @@ class Peer(Closing):
         self._record: Record | None = None
         self._failures: dict[str, int] = {}
         self._upkeep = Upkeep(REDIAL_S, PEER_REDIAL_S_MAX)
+        # Whether a request has waited in vain since the last connection or new member.
+        self._waited = False
         self._dialling: asyncio.Task[None] | None = None
         self._found: asyncio.Future[Connection] | None = None
         self._waiting = 0
@@ -447,6 +451,7 @@ class Peer(Closing):
             async with asyncio.timeout(patience_s):
                 return await asyncio.shield(found)
         except TimeoutError:
+            self._waited = True
             raise ConnectError(
                 f"peer {self._where!r}: no member to connect to within {patience_s:g} "
                 f"s; {self._reason}",
@@ -480,6 +485,8 @@ class Peer(Closing):
         async for _ in upkeep:
             candidates = self._candidates()
             if not candidates:
+                if self._waited:
+                    break
                 self._joined.clear()
                 await self._joined.wait()
                 continue
@@ -495,9 +502,18 @@ class Peer(Closing):
                 else:
                     self._last = connection
                     self._record = record
+                    self._waited = False
                     found.set_result(connection)
                     return
+            if self._waited:
+                break
             upkeep.lost(upkeep.reason)
+        found.set_exception(
+            ConnectError(
+                f"peer {self._where!r}: still no member to connect to; {self._reason}",
+                address=self._where,
+            )
+        )
 
     def _note_failure(self, upkeep: Upkeep, error: KVWireError) -> None:
         """Record and log why a candidate could not be connected to."""
@@ -558,6 +574,7 @@ class Peer(Closing):
         meant = change.kind is not ChangeKind.LEFT and self._selector.matches(record)
         if meant:
             self._joined.set()
+            self._waited = False
         live = self.connection
         if live is None:
             return

@@ -169,6 +169,44 @@ async def test_nobody_at_the_address_is_an_error_and_an_outcome() -> None:
             await peer.connect()
 
 
+async def test_a_process_that_has_ended_costs_its_time_once() -> None:
+    """Later requests fail after one attempt, until one succeeds."""
+    async with (
+        kvwire.open(handshake_timeout_s=0.5) as near,
+        kvwire.open(name="far") as far,
+    ):
+        port = free_port()
+        peer = near.peer(f"127.0.0.1:{port}")
+        with pytest.raises(kvwire.ConnectError):
+            await near.connect(peer.where, timeout_s=30)
+        with pytest.raises(kvwire.ConnectError, match=r"within 0\.5 s"):
+            await peer.connect()
+        for _ in range(3):
+            began = inside.now()
+            with pytest.raises(kvwire.ConnectError, match=r"still.*refused"):
+                await peer.connect()
+            assert not (await peer.pull("a", cache(), [0])).complete
+            assert inside.now() - began < 0.4
+        await far.listen(f"127.0.0.1:{port}")
+        assert (await peer.connect()).peer.name == "far"
+
+
+async def test_a_member_that_has_left_costs_its_time_once(tmp_path: Path) -> None:
+    async with fleet(tmp_path, "a", handshake_timeout_s=0.5) as (seeker, _):
+        peer = seeker.peer("role=prefill")
+        with pytest.raises(kvwire.ConnectError, match=r"within 0\.5 s"):
+            await peer.connect()
+        began = inside.now()
+        with pytest.raises(kvwire.ConnectError, match=r"still no member.*matches"):
+            await peer.connect()
+        assert inside.now() - began < 0.4
+        async with kvwire.open(directory=f"file:{tmp_path}", name="late") as late:
+            await late.listen("127.0.0.1:0")
+            late.announce(role="prefill")
+            await until(peer._candidates)
+            assert (await peer.connect()).peer.name == "late"
+
+
 @pytest.mark.parametrize("form", ["number", "instant", "timedelta"])
 async def test_a_deadline_counts_while_a_peer_is_dialled(form: str) -> None:
     async with kvwire.open() as comm:
