@@ -149,6 +149,7 @@ demo: $(DEMO_STAMP)
 TORCH_TESTS := packages/engines/tests/test_transformers.py \
   packages/engines/tests/test_caches.py \
   packages/vllm/tests/test_connector.py tests/examples/demo \
+  tests/examples/test_engine_server.py \
   tests/kv/test_paged.py tests/kv/test_tensors.py \
   tests/memory/test_buffers.py tests/gpu/test_model.py
 test-torch: $(TORCH_STAMP)

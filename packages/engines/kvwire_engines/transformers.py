@@ -327,7 +327,9 @@ class TransformersCaches(Caches):
     def _measure(self, model: Any) -> Shape:
         token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
         with torch.inference_mode():
-            cache = model(token, use_cache=True).past_key_values
+            output = model(token, use_cache=True)
+        # Its name until transformers 5.23.
+        cache = output["cache" if "cache" in output else "past_key_values"]
         for layer in cache.layers:
             _check_plain(layer)
         found = [
