@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
-from kvwire.aio import listening_socket
 from kvwire.backend import (
     Availability,
     Backend,
@@ -23,6 +22,7 @@ from kvwire.backend import (
     keep_from_children,
 )
 from kvwire.backend.lane import Lane, LaneContext
+from kvwire.backend.sockets import listening_socket
 from kvwire.errors import BackendUnavailable
 from kvwire.types import Address, Role
 from kvwire_tcp.lane import PendingLanes, TcpLane

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 
-from kvwire.backend import Landing, Link, LinkHandler, Payload
+from kvwire.backend import Landing, LaneArrived, Link, LinkHandler, Payload
 from kvwire.backend.contexts import without_context
-from kvwire.errors import ConnectionLost
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES
 from kvwire.memory.iovec import Iovecs, simplest
@@ -126,9 +125,7 @@ class TcpLink(Duplex, Link):
     def is_lane(self, preamble: bytes) -> None:
         """End the link, because the socket belongs to a lane."""
         assert self._pending_lanes is not None
-        wire = self._detach(
-            ConnectionLost("the peer opened a lane here, not a connection")
-        )
+        wire = self._detach(LaneArrived("a lane of a connection has arrived"))
         self._pending_lanes.claim_socket(wire, self._remote, preamble)
 
     def _go_on(self) -> None:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal, Protocol
 
 from kvwire.backend.landing import Landing
 from kvwire.backend.lane import Lane, LaneContext
-from kvwire.errors import BackendUnavailable, UsageError, nearest
+from kvwire.errors import BackendUnavailable, ConnectionLost, UsageError, nearest
 from kvwire.kv.fragments import Payload
 from kvwire.types import Address, MemoryKind, PeerIdentity, Role
 
@@ -167,6 +167,10 @@ class LinkHandler(ABC):
     @abstractmethod
     def link_closed(self, link: Link, error: Exception | None) -> None:
         """Called when the link has ended; ``error`` is None after a clean end."""
+
+
+class LaneArrived(ConnectionLost):
+    """The end of an inbound link that turned out to be a lane's; nobody was lost."""
 
 
 class Link(ABC):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Final, Generic, TypeVar, cast
 
-from kvwire.backend import Landing, Link, LinkHandler
+from kvwire.backend import Landing, LaneArrived, Link, LinkHandler
 from kvwire.backend.selection import Selection
 from kvwire.errors import (
     AuthenticationFailed,
@@ -175,7 +175,8 @@ class HandshakeDriver(LinkHandler, Generic[T]):
     def link_closed(self, link: Link, error: Exception | None) -> None:
         self.ended.set_result(None)
         stranger = self._stranger()
-        if not self.done.done() and isinstance(error, HandshakeError):
+        known = isinstance(error, HandshakeError | LaneArrived)
+        if not self.done.done() and error is not None and known:
             self.done.set_exception(error)
         elif not self.done.done() and stranger is not None:
             self.done.set_exception(stranger)

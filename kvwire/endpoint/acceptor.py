@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from typing import Final
 
 from kvwire.aio import start_task, yields_before_raising
-from kvwire.backend import Backend, Link, Listener
+from kvwire.backend import Backend, LaneArrived, Link, Listener
 from kvwire.backend.selection import crosses_hosts
 from kvwire.driver.handshake import HandshakeDriver
 from kvwire.endpoint.connection import Connection
@@ -144,6 +144,9 @@ class Acceptor:
             return
         try:
             connection = opening.done.result()
+        except LaneArrived as exc:
+            logger.debug("%s: %s", remote, exc)
+            return
         except KVWireError as exc:
             logger.log(self._level(exc, remote), "%s: refused: %s", remote, exc)
             return

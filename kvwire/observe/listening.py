@@ -20,8 +20,8 @@ from http import HTTPStatus
 from typing import Final, NamedTuple, Protocol, Self
 
 from kvwire import ListenError
-from kvwire.aio import listening_socket
 from kvwire.backend import keep_from_children
+from kvwire.backend.sockets import listening_socket
 from kvwire.errors import shown
 from kvwire.types import Address
 

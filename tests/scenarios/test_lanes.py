@@ -7,6 +7,7 @@ brought comes another way, once, and memory is free when the lane is quiet.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -22,6 +23,7 @@ from kvwire_tcp.options import reset_on_close
 from tests.scenarios.world import World, held, world
 from tests.support import inside
 from tests.support.caches import LARGE, Memory, same
+from tests.support.pairs import until
 from tests.support.proxy import Direction, Latency, Proxy, Slice
 
 LANES = 3
@@ -205,3 +207,21 @@ def _restored(w: World, count: int) -> bool:
 
 def _has_lanes(connection: kvwire.Connection, count: int) -> bool:
     return len(lanes_of(connection)) == count
+
+
+async def test_a_lane_that_arrives_is_no_stranger(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log neither refuses it nor shows its first bytes, which are a secret's."""
+    caplog.set_level(logging.DEBUG)
+    async with (
+        kvwire.open(name="far", lanes=3) as far,
+        kvwire.open(name="near", lanes=3) as near,
+    ):
+        where = await far.listen("127.0.0.1:0")
+        connection = await near.connect(where, transport="tcp")
+        await until(lambda: near.counters.lanes_raised == 2)
+        await connection.close()
+    assert "KVWIRE+L" not in caplog.text
+    assert not [row for row in caplog.records if row.levelno > logging.DEBUG]
+    assert caplog.text.count("a lane of a connection has arrived") == 2

@@ -6,7 +6,7 @@ import socket
 from contextlib import ExitStack
 from typing import Any, Final
 
-from kvwire.aio import EVERYWHERE, NOT_OF_THIS_HOST, listening_socket
+from kvwire.backend.sockets import EVERYWHERE, NOT_OF_THIS_HOST, listening_socket
 from kvwire.errors import ListenError
 
 _BACKLOG: Final = 1024
