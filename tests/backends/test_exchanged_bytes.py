@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire.backend import Backend, pacing
 from kvwire.errors import BackendUnavailable, ProtocolError
-from kvwire.limits import BOOTSTRAP_BYTES_MAX
+from kvwire.limits import BOOTSTRAP_BYTES_MAX, KIB
 from kvwire.types import Role
+from kvwire_certify.conformance.rig import LaneRig
 from kvwire_local.rendezvous import Host
 from kvwire_nccl.lane import NcclBootstrap
+from kvwire_nixl import NixlBackend, driver
 from kvwire_nixl.wire import LaneProofs, NixlBootstrap, NixlPlace
+from kvwire_ucx import UcxBackend, worker
 from kvwire_ucx.bootstrap import MESSAGES, UcxBootstrap
 from kvwire_ucx.bootstrap import parse as parse_ucx
 from kvwire_ucx.pieces import (
@@ -29,7 +34,10 @@ from kvwire_ucx.pieces import (
     read_descriptor,
 )
 from kvwire_ucx.windows import describe_keys, read_keys
+from tests.backends.kvwire_nixl.support import needs_nixl
+from tests.backends.kvwire_ucx.support import TCP, needs_ucx
 from tests.backends.kvwire_ucx.test_bootstrap import ucx_bootstraps
+from tests.support.waiting import PATIENCE_S
 
 
 class Bootstraps(NamedTuple):
@@ -141,3 +149,42 @@ def test_any_bytes_are_keys_of_ucx_or_refused(raw: bytes, count: int) -> None:
     """Those of other backends are fuzzed: tests/programs/fuzz/targets/backends.py."""
     with suppress(ProtocolError):
         assert describe_keys(read_keys(raw, count)) == raw
+
+
+# --- lanes whose library makes TCP sockets by itself take the pacing from them --------
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "module"),
+    [
+        pytest.param(UcxBackend, {"TLS": TCP}, worker, marks=needs_ucx, id="ucx"),
+        pytest.param(
+            NixlBackend,
+            {"param.engine_config": f"TLS={TCP}"},
+            driver,
+            marks=needs_nixl,
+            id="nixl",
+        ),
+    ],
+)
+async def test_both_sides_of_a_lane_over_tcp(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: type[Backend],
+    settings: dict[str, str],
+    module: ModuleType,
+) -> None:
+    found: list[int] = []
+
+    def unpace(epolls: Any) -> None:
+        found.append(pacing.unpace(epolls))
+
+    monkeypatch.setattr(module, "unpace", unpace)
+    test = LaneRig(backend, settings, PATIENCE_S)
+    left, right = await test.pair()
+    left.send(64 * KIB)
+    await test.moved(left, right, 1)
+    left.abort()
+    right.abort()
+    await test.aclose()
+    assert len(found) == 2
+    assert min(found) >= 1

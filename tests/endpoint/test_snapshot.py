@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
+import os
+import signal
+import stat
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
+import pytest
 
 import kvwire
 import kvwire_store
+from kvwire import Connection, Incoming, Outcome, Outgoing
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.endpoint.inspector import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
 from kvwire.endpoint.snapshot import SILENCE_S
 from kvwire.engine.io_thread import called
 from kvwire.limits import SNAPSHOT_ROWS_MAX
+from kvwire.runtime.trace_ring import RINGS
 from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
 from tests.support.caches import LAYERS, Memory
+from tests.support.pairs import connected
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 
@@ -145,3 +158,248 @@ async def test_stores_of_the_loop_are_in_it() -> None:
 def test_an_engine_takes_one_too() -> None:
     with kvwire.Engine(name="engine") as engine:
         assert engine.run(called(engine.communicator.snapshot)).name == "engine"
+
+
+# --- A process that lets its user look in: who may, what is bounded, and how it ends
+
+
+@pytest.fixture(name="folder")
+def _folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+async def ask(path: Path, line: bytes) -> bytes:
+    """The answer; nothing if the process hangs up instead."""
+    reader, writer = await asyncio.open_unix_connection(path, limit=2**20)
+    answer = b""
+    with suppress(ConnectionError):
+        writer.write(line)
+        answer = await reader.readline()
+    writer.close()
+    with suppress(ConnectionError):
+        await writer.wait_closed()
+    return answer
+
+
+def mode(folder: Path) -> int:
+    return stat.S_IMODE(folder.lstat().st_mode)
+
+
+def found(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.exists() else []
+
+
+async def test_a_line_is_answered_and_a_close_leaves_nothing(folder: Path) -> None:
+    async with kvwire.open(name="a", inspect=str(folder)) as communicator:
+        assert mode(folder) == 0o700
+        (path,) = found(folder)
+        assert path.name.startswith(
+            f"{os.getpid()}-{communicator.incarnation.hex()[:8]}"
+        )
+        shown = msgspec.json.decode(
+            await ask(path, b"snapshot\n"), type=kvwire.Snapshot
+        )
+        assert (shown.name, shown.pid) == ("a", os.getpid())
+        assert b"events" in await ask(path, b"trace\n")
+        assert b"error" in await ask(path, b"abort\n")
+        # More than a line may have ends that client only.
+        assert await ask(path, b"x" * (INSPECT_LINE_BYTES_MAX * 4)) == b""
+        assert b"pid" in await ask(path, b"snapshot\n")
+    assert not found(folder)
+    assert asyncio.get_running_loop() not in RINGS
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_an_opening_that_is_cancelled_leaves_nothing(
+    folder: Path, turns: int
+) -> None:
+    async def opened() -> None:
+        await (await kvwire.open(name="a", inspect=str(folder))).close()
+
+    opening = asyncio.create_task(opened())
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    opening.cancel()
+    await asyncio.wait([opening])
+    assert not found(folder)
+
+
+async def test_those_who_look_are_bounded_and_do_not_hold_up_a_close(
+    folder: Path,
+) -> None:
+    async with kvwire.open(inspect=str(folder)):
+        (path,) = found(folder)
+        held = [
+            await asyncio.open_unix_connection(path) for _ in range(INSPECT_CLIENTS_MAX)
+        ]
+        for reader, writer in held:
+            writer.write(b"snapshot\n")
+            assert await reader.readline()
+        assert await ask(path, b"snapshot\n") == b""
+    for reader, writer in held:
+        assert await reader.read() == b""
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    folder, link, file = (tmp_path / name for name in ("run", "link", "file"))
+    folder.mkdir()
+    folder.chmod(0o755)
+    link.symlink_to(folder)
+    file.touch()
+    long = tmp_path / ("x" * (100 - len(str(tmp_path))))
+    refused = {folder: "chmod 700", file / "run": "inspect=", long: "too long"}
+    for place, said in {**refused, link: "a symbolic link"}.items():
+        with pytest.raises(kvwire.UsageError, match=said):
+            kvwire.Engine(inspect=str(place))
+
+
+class Lines(logging.Handler):
+    """Waits for a line of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.line.done():
+            self.line.set_result(record.getMessage())
+
+
+async def test_a_signal_dumps_a_snapshot_of_each() -> None:
+    logger, lines = logging.getLogger("kvwire.inspect"), Lines()
+    logger.addHandler(lines)
+    before = signal.getsignal(signal.SIGUSR1)
+    try:
+        async with (
+            kvwire.open(name="a", inspect_signal=True) as first,
+            kvwire.open(name="b", inspect_signal=True),
+        ):
+            await first.close()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            said = await asyncio.wait_for(lines.line, 60)
+    finally:
+        logger.removeHandler(lines)
+    assert '"name":"b"' in said
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def test_a_thread_without_signals_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with kvwire.Engine(inspect_signal=True):
+        assert "only the main thread" in caplog.text
+
+
+# --- who is told of transfers: of each begin and each end, once, and of nothing else
+
+
+class Notes:
+    """A watcher that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[object, ...]] = []
+
+    def begun(self, transfer: Incoming | Outgoing) -> None:
+        self.lines.append(("begun", transfer.id))
+
+    def ended(
+        self,
+        transfer: Incoming | Outgoing,
+        outcome: Outcome,
+        connections: tuple[Connection, ...],
+    ) -> None:
+        names = [one.peer.name for one in connections]
+        self.lines.append(("ended", transfer.id, outcome.state, names))
+
+
+class Broken(Notes):
+    """One that raises, at first and at last."""
+
+    def begun(self, transfer: Incoming | Outgoing) -> None:
+        raise RuntimeError("at the beginning")
+
+    def ended(
+        self,
+        transfer: Incoming | Outgoing,
+        outcome: Outcome,
+        connections: tuple[Connection, ...],
+    ) -> None:
+        raise RuntimeError("at the end")
+
+
+async def test_a_begin_and_an_end() -> None:
+    notes = Notes()
+    async with connected("inproc") as pair:
+        pair.near.watchers.add(notes)
+        inc = pair.left.pull("x", Memory().cache, [0])
+        assert notes.lines == [("begun", "x")]
+        out = pair.far.publish("x", Memory().cache, [0])
+        out.ready()
+        out.finish()
+        await inc
+        await inc.drained()
+    assert notes.lines == [("begun", "x"), ("ended", "x", "complete", ["far"])]
+
+
+async def test_one_that_asking_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a link does that turns out to be lost when it is used."""
+    notes, ask = Notes(), Incoming._ask
+
+    def ask_and_end(self: Incoming, connection: ConnectionDriver) -> None:
+        ask(self, connection)
+        self.abort()
+
+    async with connected("inproc") as pair:
+        pair.near.watchers.add(notes)
+        monkeypatch.setattr(Incoming, "_ask", ask_and_end)
+        assert not (await pair.left.pull("x", Memory().cache, [0])).complete
+    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", ["far"])]
+
+
+async def test_what_was_never_taken_on_is_not_told() -> None:
+    notes = Notes()
+    async with connected("inproc") as pair:
+        pair.far.watchers.add(notes)
+        out = pair.far.publish("x", Memory().cache, [0])
+        with pytest.raises(kvwire.UsageError, match="published already"):
+            pair.far.publish("x", Memory().cache, [1])
+        pair.left.abort()
+        await pair.right.wait_closed()
+        out.abort()
+    assert notes.lines == [("begun", "x"), ("ended", "x", "failed", [])]
+
+
+async def test_a_pull_on_a_lost_connection_begins_and_ends() -> None:
+    notes = Notes()
+    async with connected("inproc") as pair:
+        pair.far.watchers.add(notes)
+        pair.left.abort()
+        await pair.right.wait_closed()
+        outcome = await pair.right.pull("y", Memory().cache, [2])
+        assert not outcome.complete
+    assert notes.lines == [("begun", "y"), ("ended", "y", "failed", [])]
+
+
+async def test_one_that_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    notes = Notes()
+    async with connected("inproc") as pair:
+        for watcher in (Broken(), notes):
+            pair.far.watchers.add(watcher)
+        out = pair.far.publish("x", Memory().cache, [0])
+        out.abort()
+        assert not (await out).complete
+        await out.drained()
+    assert [line[0] for line in notes.lines] == ["begun", "ended"]
+    assert "at the beginning" in caplog.text
+    assert "at the end" in caplog.text
+
+
+async def test_one_that_was_removed_is_told_nothing() -> None:
+    notes = Notes()
+    async with connected("inproc") as pair:
+        pair.far.watchers.add(notes)
+        pair.far.watchers.remove(notes)
+        pair.far.watchers.remove(notes)
+        pair.far.publish("x", Memory().cache, [0]).abort()
+    assert not notes.lines

@@ -13,11 +13,16 @@ from kvwire.errors import BackendUnavailable
 from kvwire_ucx import worker as module
 from kvwire_ucx.binding import ERR_CANCELED
 from kvwire_ucx.bootstrap import UcxBootstrap
-from kvwire_ucx.context import Context
+from kvwire_ucx.context import Context, Resource
 from kvwire_ucx.requests import MemoryHandles
 from kvwire_ucx.worker import UcxEndpoint, Worker
 from tests.backends.kvwire_ucx import newcomer
-from tests.backends.kvwire_ucx.support import needs_ucx, transports_of_this_loop
+from tests.backends.kvwire_ucx.support import (
+    SHARED_MEMORY,
+    TCP,
+    needs_ucx,
+    transports_of_this_loop,
+)
 from tests.support.tree import ROOT
 
 pytestmark = needs_ucx
@@ -128,3 +133,63 @@ async def test_the_child_of_a_process_that_has_used_ucx_is_refused(
             Worker(context, asyncio.get_running_loop())
     finally:
         context.close()
+
+
+# --- contexts: what UCX finds under which settings, and that RDMA can be required -----
+
+
+def transports(given: dict[str, str]) -> set[str]:
+    context = Context(given)
+    try:
+        return {resource.transport for resource in context.resources}
+    finally:
+        context.close()
+
+
+def is_rdma(transport: str) -> bool:
+    return Resource(transport, "a device").is_rdma
+
+
+def test_it_lists_what_the_settings_leave() -> None:
+    assert transports({"TLS": TCP}) == {"tcp"}
+    assert {"tcp", "self", "sysv", "posix"} <= transports({"TLS": SHARED_MEMORY})
+
+
+def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "self")
+    assert transports({"TLS": TCP}) == {"self"}
+
+
+def test_requiring_rdma_says_what_was_found_instead() -> None:
+    if any(is_rdma(transport) for transport in transports({})):
+        pytest.skip("this machine has RDMA, and UCX uses it")
+    words = r"require_rdma: UCX 1\.\d+\.\d+ .* finds no RDMA device, only .*tcp/lo"
+    with pytest.raises(BackendUnavailable, match=words):
+        Context({"require_rdma": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"KEEPALIVE_INTERVAL": "soon"}, "does not take the setting KEEPALIVE"),
+        ({"TLS": "pigeons"}, "no context: No such device"),
+    ],
+)
+def test_ucx_says_what_is_wrong_with_settings(
+    given: dict[str, str], words: str
+) -> None:
+    with pytest.raises(BackendUnavailable, match=words):
+        Context(given)
+
+
+@pytest.mark.parametrize(
+    ("transport", "expected"),
+    [
+        *((name, True) for name in ("rc_mlx5", "rc_verbs", "dc_mlx5", "ud_verbs")),
+        *((name, True) for name in ("rc", "srd", "gga_mlx5")),
+        *((name, False) for name in ("tcp", "sysv", "posix", "cma", "self", "xpmem")),
+        *((name, False) for name in ("cuda_copy", "cuda_ipc", "rdmacm")),
+    ],
+)
+def test_rdma_is_told_by_the_transport(transport: str, expected: bool) -> None:
+    assert is_rdma(transport) is expected

@@ -10,8 +10,8 @@ import itertools
 
 import pytest
 
+from kvwire import BackendUnavailable
 from kvwire.driver.lanes.reconnect import RERAISE_S, RERAISE_S_MAX, LaneReconnector
-from kvwire.errors import BackendUnavailable
 from tests.support.virtual_time import pass_time
 
 pytestmark = pytest.mark.asyncio(loop_factories=["virtual"])

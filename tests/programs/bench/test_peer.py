@@ -19,7 +19,7 @@ from kvwire.cli.bench.work import LEFT, RIGHT, Pool, Work
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
 from tests.cli.bench.contenders import case, does, measured, rated
-from tests.cli.bench.test_work import WORKS
+from tests.cli.bench.test_pair import WORKS
 from tests.programs.bench.__main__ import app
 from tests.programs.bench.peer import ALL_PEERS, PEERS, interpreters, joined
 from tests.programs.bench.peers.serving import offsets
