@@ -107,7 +107,7 @@ def test_r30_a_failure_wakes_a_thread_that_waits() -> None:
         thread = threading.Thread(target=lambda: found.append(inc.wait()))
         thread.start()
         p.run(called(accepted.abort))
-        thread.join(5)
+        thread.join(30)
         assert [outcome.complete for outcome in found] == [False]
 
 
@@ -171,7 +171,7 @@ def test_r32_clocks_that_differ_by_a_day(transport: str) -> None:
     thread = threading.Thread(target=asyncio.run, args=(produce(),))
     thread.start()
     try:
-        assert listening.wait(5)
+        assert listening.wait(30)
         with asyncio.Runner(loop_factory=SkewedLoop) as runner:
             outcome = runner.run(consume())
     finally:

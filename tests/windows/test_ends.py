@@ -267,7 +267,7 @@ async def test_an_opening_does_not_wait_for_a_lane_for_ever(
     async with connected("tcp", prefer=("local",)) as pair:
         window = pair.far.expose("bytes", memory, block_bytes=64)
         monkeypatch.setattr("kvwire_local.windows.LocalWindowReader.ready", ready)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             remote = await pair.left.window("bytes", deadline=0.2)
         assert remote.way == "messages"
         into = bytearray(64)

@@ -241,7 +241,7 @@ async def test_what_a_disk_cannot_note_is_not_pinned(tmp_path: Path) -> None:
         await store.put(A + B, cache, range(8))
         assert await store.match(A, cache) == 4
         (tier,) = inside.tiers(store).below
-        rows = tier._rows  # type: ignore[attr-defined]
+        rows = tier.rows  # type: ignore[attr-defined]
         rows._db.execute("DROP TABLE pins")
         assert (await store.pin(A, cache)).prefix < 4
         assert "no such table" in store.report[tiers[1]]
@@ -275,7 +275,7 @@ async def test_a_quota_and_an_age_hold_in_each_tier_and_after_a_restart(
         index = inside.tiers(store).memory.index
         index.now = lambda: time.time() + 3601
         (tier,) = inside.tiers(store).below
-        tier._index.now = index.now  # type: ignore[attr-defined]
+        tier.index.now = index.now  # type: ignore[attr-defined]
         assert await store.match(hashes[:4], cache, tenant="t") == 0
         assert await store.match(hashes, cache) == 24
 
@@ -295,7 +295,7 @@ async def test_what_has_no_name_any_more_is_deleted_on_the_disk_as_well(
             assert (await store.put(A[:2], large, range(2), tenant="t")).complete
         if how == "too old":
             (tier,) = inside.tiers(store).below
-            for index in (inside.tiers(store).memory.index, tier._index):  # type: ignore[attr-defined]
+            for index in (inside.tiers(store).memory.index, tier.index):  # type: ignore[attr-defined]
                 index.now = lambda: time.time() + 3601
             assert await store.match(hashes, cache, tenant="t") == 0
         if how != "beyond a quota":
@@ -343,7 +343,7 @@ async def test_what_was_put_by_a_clock_that_ran_ahead_grows_old_as_well(
     async with BlockStore.open(tiers, tenants=["t?ttl=3600"]) as store:
         assert await store.match(A, cache, tenant="t") == 4
         (tier,) = inside.tiers(store).below
-        tier._index.now = lambda: time.time() + 3601  # type: ignore[attr-defined]
+        tier.index.now = lambda: time.time() + 3601  # type: ignore[attr-defined]
         assert await store.match(A, cache, tenant="t") == 0
 
 

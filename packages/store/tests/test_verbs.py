@@ -142,7 +142,7 @@ async def test_a_pin_ends_by_itself(tmp_path: Path) -> None:
         async with BlockStore.open(tiers) as store:
             tier = inside.tiers(store).below[0]
             assert isinstance(tier, DiskTier)
-            for index in (inside.tiers(store).memory.index, tier._index):
+            for index in (inside.tiers(store).memory.index, tier.index):
                 index.now = lambda: now[0]
             await store.put(A, CACHE, range(4))
             assert (await store.pin(A, CACHE, ttl_s=100)).complete
@@ -221,14 +221,14 @@ async def test_an_earlier_pin_survives_one_that_fails(tmp_path: Path) -> None:
         await store.put(A, CACHE, range(4))
         assert (await store.pin(A[:2], CACHE)).complete
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(disk._rows, "pin", failing)
+            patch.setattr(disk.rows, "pin", failing)
             told = await store.pin(A, CACHE)
         # Memory has pinned them, and would forget that at the close.
         assert told.deferred.all()
         assert "pinning" in told.reason(0)
         (digest,) = inside.tiers(store).namespaces
         keys = as_keys(map(digest.__add__, A))
-        assert disk._index.kept(keys).tolist() == [True, True, False, False]
+        assert disk.index.kept(keys).tolist() == [True, True, False, False]
         assert (await store.pin(A, CACHE)).complete
 
 
@@ -241,22 +241,22 @@ async def test_what_a_disk_cannot_write_of_pins_is_as_before(tmp_path: Path) -> 
         (namespace,) = inside.tiers(store).namespaces.values()
         keys = as_keys(map(namespace.digest.__add__, A))
         pinned = keys[:2]
-        ends = disk._index.ends(disk._index.find(pinned)).tolist()
+        ends = disk.index.ends(disk.index.find(pinned)).tolist()
 
         def same() -> bool:
-            kept = disk._index.kept(keys).tolist()
-            now = disk._index.ends(disk._index.find(pinned)).tolist()
+            kept = disk.index.kept(keys).tolist()
+            now = disk.index.ends(disk.index.find(pinned)).tolist()
             return (kept, now) == ([True, True, False, False], ends)
 
         for verb in (Verb.pin(3600), Verb.pin(None), Verb(VerbKind.UNPIN)):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(disk._rows, "pin", failing)
+                patch.setattr(disk.rows, "pin", failing)
                 told = await disk.apply(verb, namespace, keys)
             assert told.deferred.all()
             assert same()
         assert (await disk.apply(Verb(VerbKind.UNPIN), namespace, keys)).complete
-        assert not disk._index.kept(keys).any()
-        assert not disk._rows.pins()[0].size
+        assert not disk.index.kept(keys).any()
+        assert not disk.rows.pins()[0].size
 
 
 async def test_an_unpin_ends_pins_beyond_the_bound_too(tmp_path: Path) -> None:

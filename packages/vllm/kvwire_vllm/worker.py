@@ -75,26 +75,26 @@ class WorkerSide:
         # Each cache group's block table; the scheduler's side identifies groups by
         # table.
         self._tables = {shape.name: str(shape.table) for shape in shapes}
-        self._engine = Engine(config)
+        self.engine = Engine(config)
         self._peers = Peers()
         self.address: str = settings.advertised(
-            self._engine.listen(settings.address(self._rank)), self._rank
+            self.engine.listen(settings.address(self._rank)), self._rank
         )
         if settings.advertise:
             address = Address.parse(self.address)
-            self._engine.start(warn_of_unknown_name(address))
+            self.engine.start(warn_of_unknown_name(address))
         # Set when vLLM registers its caches.
         self._caches: LayerCaches
         self._tensors: list[Any] = []  # one per layer, indexed by block
         self._specs: dict[str, KVSpec] = {}  # by cache group
         self._own: OwnRank
-        self._device = CacheDevice(self._engine, None)
+        self._device = CacheDevice(self.engine, None)
         # The window through which decode reads computed prompts; b"" and None without
         # one.
         self.serial: bytes = b""
         self._window: Window | None = None
         self._offers = PromptOffers(config.lease_s)
-        self._departures: dict[str, PromptSend | PromptOffer] = {}
+        self.departures: dict[str, PromptSend | PromptOffer] = {}
         self._arrivals: dict[str, PromptReceive] = {}
         # Requests that the scheduler considers finished but that have not drained yet.
         self._leaving: set[str] = set()
@@ -117,14 +117,14 @@ class WorkerSide:
     def register(self, tensors: Mapping[str, Any]) -> None:
         """Register the caches of this worker."""
         caches = layer_caches(tensors, self._shapes)
-        self._device = CacheDevice(self._engine, caches.cache.device)
+        self._device = CacheDevice(self.engine, caches.cache.device)
         self._caches = caches
         if not any(shape.state for shape in self._shapes):
             self._tensors = [tensors[name] for name in caches.layers]
         if caches.cache.device is None and not self._settings.codec:
-            self._window = self._engine.expose(WINDOW, self._caches.cache)
+            self._window = self.engine.expose(WINDOW, self._caches.cache)
             self.serial = self._window.serial
-            self._engine.start(self._offers.serve(self._engine.communicator))
+            self.engine.start(self._offers.serve(self.engine.communicator))
         groups = caches.cache.groups.items()
         self._specs = {name: group.spec for name, group in groups}
         # The spec with the most heads, and the stage, determine which ranks exchange
@@ -133,7 +133,7 @@ class WorkerSide:
         self._own = OwnRank(widest, self._shapes[0].stage)
         logger.info("rank %d: %r in %s", self._rank, caches.cache, self._device)
         if self._announcer is not None:
-            self._announcer.start(self._engine, self.address, caches.cache)
+            self._announcer.start(self.engine, self.address, caches.cache)
 
     def trace(self, provider: Any = None) -> None:
         """Trace transfers, each as a child of its request's span.
@@ -146,9 +146,9 @@ class WorkerSide:
         )
 
         async def begin() -> None:
-            TransferTracer(self._engine.communicator, provider)
+            TransferTracer(self.engine.communicator, provider)
 
-        self._engine.run(begin())
+        self.engine.run(begin())
 
     def fence(self, step: WorkerStep) -> None:
         """Wait until no link can touch the blocks that a step may overwrite.
@@ -162,7 +162,7 @@ class WorkerSide:
             self._window.withdraw({name: step.withdrawn[one] for name, one in tables})
         for request_id in step.fenced:
             self._unsent.discard(request_id)
-            departure = self._departures.pop(request_id, None)
+            departure = self.departures.pop(request_id, None)
             if departure and departure.abort("the request was preempted"):
                 self._drain(request_id, departure)
 
@@ -176,7 +176,7 @@ class WorkerSide:
         parts = [
             self._extend(departure, one)
             for one in step.written
-            if isinstance(departure := self._departures.get(one.request_id), PromptSend)
+            if isinstance(departure := self.departures.get(one.request_id), PromptSend)
         ]
         self._forward_pass = NOTHING_WRITTEN
         if parts:
@@ -227,10 +227,10 @@ class WorkerSide:
         if self._device.failed:
             self._log_quarantined()
         self._offers.end_leases()
-        sent = {r for r in self._leaving if self._departures[r].done.done()}
+        sent = {r for r in self._leaving if self.departures[r].done.done()}
         for request_id in sent:
             self._leaving.discard(request_id)
-            departure = self._departures.pop(request_id)
+            departure = self.departures.pop(request_id)
             observe_sent(self._observed, departure.done.result())
         received = self._received() if self._arrivals else set()
         if self._landed:
@@ -268,7 +268,7 @@ class WorkerSide:
         for end in self._ends().values():
             if self._device.failed and end.quarantined:
                 end.done.cancel()  # otherwise it would never complete
-        self._engine.close()
+        self.engine.close()
 
     # --- sending ----------------------------------------------------------------------
 
@@ -285,12 +285,12 @@ class WorkerSide:
             assert self._window is not None
             drawn = [moved.generations[name] for name in self._caches.cache.groups]
             self._window.offer(moved.blocks, np.concatenate(drawn))
-            self._departures[send.request_id] = self._offers.add(
+            self.departures[send.request_id] = self._offers.add(
                 send.transfer_id, len(route.peers)
             )
             return
-        self._departures[send.request_id] = PromptSend(
-            self._engine,
+        self.departures[send.request_id] = PromptSend(
+            self.engine,
             moved,
             self._caches.cache,
             route,
@@ -320,7 +320,7 @@ class WorkerSide:
     def _load(self, load: LoadPrompt, after: object | None) -> None:
         route = rank_route(load, self._own)
         arrival = PromptReceive(
-            self._engine,
+            self.engine,
             load.of_groups(self._tables),
             self._caches.cache,
             self._peers,
@@ -372,14 +372,14 @@ class WorkerSide:
     def _wait_idle(self) -> None:
         """Release the interpreter lock for a short time, or until a transfer ends."""
         waiting: list[Future[Any]] = [a.done for a in self._arrivals.values()]
-        waiting += [self._departures[request_id].done for request_id in self._leaving]
+        waiting += [self.departures[request_id].done for request_id in self._leaving]
         if waiting:
             wait(waiting, IDLE_WAIT_S, return_when=FIRST_COMPLETED)
 
     # --- ending -----------------------------------------------------------------------
 
     def _end(self, request_id: str) -> None:
-        departure = self._departures.get(request_id)
+        departure = self.departures.get(request_id)
         if departure is not None:
             self._leaving.add(request_id)
             if not departure.finished:
@@ -403,7 +403,7 @@ class WorkerSide:
                 logger.warning(
                     "dropping all links: one of them does not release its blocks"
                 )
-                self._engine.run(_drop_links(self._engine.communicator))
+                self.engine.run(_drop_links(self.engine.communicator))
                 dropped = True
 
     def _log_quarantined(self) -> None:
@@ -421,7 +421,7 @@ class WorkerSide:
 
     def _ends(self) -> dict[str, PromptSend | PromptOffer | PromptReceive]:
         """Return all transfers by request."""
-        return {**self._departures, **self._arrivals}
+        return {**self.departures, **self._arrivals}
 
 
 async def _drop_links(communicator: Communicator) -> None:

@@ -59,7 +59,7 @@ class Gpus:
         async def stall() -> None:
             gate.wait()
 
-        worker.side._engine.start(stall())
+        worker.side.engine.start(stall())
         return gate
 
     def _gate(self) -> threading.Event:
@@ -78,7 +78,7 @@ def let_run(*workers: Worker) -> None:
     """Give everything the time to happen that is going to happen by itself."""
     for _ in range(100):
         for worker in workers:
-            worker.side._engine.run(asyncio.sleep(0))
+            worker.side.engine.run(asyncio.sleep(0))
 
 
 def void(_: object) -> None:
@@ -86,7 +86,7 @@ def void(_: object) -> None:
 
 
 def copying(worker: Worker) -> bool:
-    engine = worker.side._engine
+    engine = worker.side.engine
 
     async def look() -> bool:
         links = engine.communicator.live_connections
@@ -251,7 +251,7 @@ def being_copied(gpus: Gpus, **settings: Any) -> tuple[Worker, Worker]:
     """A prompt's first block on its way, its copy queued on prefill's held device."""
     p, d = gpus.worker(**settings), gpus.host_worker()
     steps.give_first(p)
-    (departure,) = p.side._departures.values()
+    (departure,) = p.side.departures.values()
     assert isinstance(departure, PromptSend)
     assert eventually(
         lambda: (

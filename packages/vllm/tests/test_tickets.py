@@ -114,7 +114,7 @@ class Engine:
     def freed(self) -> bool:
         """Whether all of its prompts have been released."""
         self.over()
-        return not any(worker.side._departures for worker in self.workers)
+        return not any(worker.side.departures for worker in self.workers)
 
 
 @contextmanager
@@ -290,7 +290,7 @@ def test_two_prompts_that_begin_alike() -> None:
 
         def one_is_over() -> bool:
             p.over()
-            return len(p.workers[0].side._departures) == 1
+            return len(p.workers[0].side.departures) == 1
 
         assert eventually(one_is_over)
         p.step(Output({}))
@@ -384,7 +384,7 @@ def test_what_is_published_as_before(why: str) -> None:
 
 def open_transfers(worker: Any) -> int:
     """How many transfers a worker's communicator has."""
-    engine = worker.side._engine
+    engine = worker.side.engine
     return int(engine.communicator.open_transfers)
 
 
@@ -394,7 +394,7 @@ def test_a_message_that_is_none() -> None:
         params = p.prefill()
         (worker,) = d.workers
 
-        engine = worker.side._engine
+        engine = worker.side.engine
 
         async def confuse() -> None:
             link = await engine.communicator.connect(p.workers[0].side.address)

@@ -53,7 +53,7 @@ def test_results_are_asked_for_before_a_draft_model_has_run(stream: str) -> None
             p.side.layer_written(name)
         p.side.start_loads()
         assert p.side.finished(()) == (set(), set())
-        assert not p.side._departures["p"].finished
+        assert not p.side.departures["p"].finished
         if stream == "layer":
             assert eventually(lambda: d.holds(steps.INTO[:2], len(model)))
         assert d.side.finished(()) == (set(), set())
@@ -264,7 +264,7 @@ def test_nobody_wants_it_any_more() -> None:
     with steps.workers() as (p, d):
         steps.give(p)
         p.side.finished(("p",))
-        assert p.side._departures
+        assert p.side.departures
         remote = steps.addresses([p])
         steps.fetch(d, steps.fetching(remote, declined=True, traceparent=""))
         assert eventually(lambda: steps.freed(p))

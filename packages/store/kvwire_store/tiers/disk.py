@@ -98,7 +98,12 @@ class _Room(NamedTuple):
 
 
 class DiskTier(CodedTier):
-    """Keeps blocks in a file. Made by :meth:`open`."""
+    """Keeps blocks in a file. Made by :meth:`open`.
+
+    Attributes:
+        index: The blocks that are there, in their slots.
+        rows: The same on the disk, as rows of a database.
+    """
 
     durable = True
     slotted = True
@@ -113,12 +118,12 @@ class DiskTier(CodedTier):
     ) -> None:
         super().__init__(address)
         self._directory = directory
-        self._rows = directory.index
+        self.rows = directory.index
         self._file = directory.file
         self._slabs = Slabs(directory.slabs, directory.index.slab_bytes)
         nbytes = len(self._slabs) * self._slabs.slab_bytes
         self._tenants = tenants
-        self._index = Index(self._slabs, evict, tenants.shares("disk", nbytes))
+        self.index = Index(self._slabs, evict, tenants.shares("disk", nbytes))
         self._sums = np.zeros(self._slabs.slots, np.uint64)
         self._nbytes = np.zeros(self._slabs.slots, np.int64)
         self._trusted = np.zeros(self._slabs.slots, np.bool_)
@@ -126,7 +131,7 @@ class DiskTier(CodedTier):
         self._named_bytes = np.zeros(len(self._slabs), np.int64)
         # Slots with a row for an image that is not there any more.
         self._stale: set[int] = set()
-        self._index.unnamed = self._stale
+        self.index.unnamed = self._stale
         self._serial = 0
         # Written blocks that were not there before.
         self._written_blocks = 0
@@ -195,24 +200,24 @@ class DiskTier(CodedTier):
         )
 
     async def find(self, keys: Keys) -> Orders:
-        slots = self._index.find(keys)
-        return np.where(slots >= 0, self._index.orders(slots), _ABSENT)
+        slots = self.index.find(keys)
+        return np.where(slots >= 0, self.index.orders(slots), _ABSENT)
 
     def indexed(self, keys: Keys) -> Bits:
         """Return the blocks that this process has written or verified."""
-        slots = self._index.find(keys)
+        slots = self.index.find(keys)
         held: Bits = (slots >= 0) & self._trusted[slots]
         return held
 
     def touch(self, keys: Keys) -> None:
         if not keys.size:
             return
-        slots = self._index.find(keys)
+        slots = self.index.find(keys)
         here = slots >= 0
         if all_of(here):
-            self._index.touch(keys, slots)
+            self.index.touch(keys, slots)
         elif any_of(here):
-            self._index.touch(keys[here], slots[here])
+            self.index.touch(keys[here], slots[here])
 
     def too_large(self, namespace: Namespace) -> str:
         # The size of an encoded block is known only after encoding.
@@ -221,7 +226,7 @@ class DiskTier(CodedTier):
         return self._too_large(namespace, namespace.image_bytes)
 
     def _too_large(self, namespace: Namespace, nbytes: int) -> str:
-        if self._index.fits(nbytes, self._tenants.number(namespace.tenant)):
+        if self.index.fits(nbytes, self._tenants.number(namespace.tenant)):
             return ""
         if self._slabs.capacity(nbytes):
             return (
@@ -268,17 +273,17 @@ class DiskTier(CodedTier):
     async def _read_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Fill images with blocks, and compare them with their checksums."""
         results = np.full(batch.keys.size, MISSING, np.uint8)
-        slots = self._index.find(batch.keys)
+        slots = self.index.find(batch.keys)
         here = np.flatnonzero(slots >= 0)
         if not here.size:
             return results
         # Its order now: it may have been put again since it was found.
-        batch.orders[here] = self._index.orders(slots[here])
+        batch.orders[here] = self.index.orders(slots[here])
         part = batch.selected(here)
         slots = slots[here]
         if batch.born is not None:
-            batch.born[here] = self._index.born(slots)
-        self._index.pin(part.keys, slots)
+            batch.born[here] = self.index.born(slots)
+        self.index.pin(part.keys, slots)
         bad = np.zeros(here.size, np.bool_)
         try:
             got = None
@@ -297,7 +302,7 @@ class DiskTier(CodedTier):
             self._trusted[slots[got == FAILED]] = False
             bad = got == DAMAGED
         finally:
-            self._index.unpin(part.keys[~bad], slots[~bad])
+            self.index.unpin(part.keys[~bad], slots[~bad])
         if bad.any():
             await self._discard(part.keys[bad], slots[bad])
         return results
@@ -306,7 +311,7 @@ class DiskTier(CodedTier):
         """Delete blocks; with ``sync=flush`` a power cut may undo it before a flush."""
         while await self._in_flight.one_ended(keys):
             continue
-        self._index.delete(keys)
+        self.index.delete(keys)
         if not await self._erased():
             raise OSError(
                 f"{self.name}: the delete lasts only until the tier is opened again: "
@@ -314,7 +319,7 @@ class DiskTier(CodedTier):
             )
 
     def known(self, digest: bytes) -> Keys:
-        return self._index.of_namespace(digest)
+        return self.index.of_namespace(digest)
 
     async def delete_namespace(self, digest: bytes) -> None:
         coming = self._in_flight.of_namespace(digest)
@@ -327,19 +332,19 @@ class DiskTier(CodedTier):
         return await run_to_completion(self._pin(verb, keys))
 
     def tenant_uses(self) -> tuple[TenantUse, ...]:
-        return uses_of(self._index)
+        return uses_of(self.index)
 
     def stats(self) -> TierStats:
         return msgspec.structs.replace(
             self._counts,
-            blocks=len(self._index),
+            blocks=len(self.index),
             used_bytes=self._slabs.used_bytes,
             written_blocks=self._written_blocks,
-            evicted_blocks=self._index.evicted,
+            evicted_blocks=self.index.evicted,
         )
 
     def namespaces(self) -> Iterable[Namespace]:
-        return tuple(self._rows.namespaces.values())
+        return tuple(self.rows.namespaces.values())
 
     async def flush(self) -> None:
         # A disk may have dropped data that it failed to write, so the error stays until
@@ -361,7 +366,7 @@ class DiskTier(CodedTier):
         try:
             in_order = await self._erased()
             await self.flush()
-            named = self._index.named().slots
+            named = self.index.named().slots
             in_order &= not self._stale and bool(self._trusted[named].all())
         except OSError:
             in_order = False  # `error` has the reason
@@ -385,28 +390,28 @@ class DiskTier(CodedTier):
         pins = verb.kind is VerbKind.PIN
         # Not beside another pin or unpin, which would see half of this one.
         async with self._writing:
-            before = keys[self._index.kept(keys)]
-            ends = self._index.ends(self._index.find(before))
+            before = keys[self.index.kept(keys)]
+            ends = self.index.ends(self.index.find(before))
             placement = None
             # Also blocks that are not pinned here, beyond the bound: their rows may be.
-            named = keys[self._index.find(keys) >= 0]
+            named = keys[self.index.find(keys) >= 0]
             until = None
             if pins:
-                placement = self._index.apply(verb, keys)
+                placement = self.index.apply(verb, keys)
                 named = keys[placement.done]
-                until = self._index.ends(self._index.find(named))
-            slots = self._index.find(named)
+                until = self.index.ends(self.index.find(named))
+            slots = self.index.find(named)
             try:
-                await self._threads.run(partial(self._rows.pin, named, slots, until))
+                await self._threads.run(partial(self.rows.pin, named, slots, until))
             except _ERRORS as exc:
                 self._failed("pinning", exc)
-                here = self._index.find(keys) >= 0
+                here = self.index.find(keys) >= 0
                 if pins:
-                    self._index.restore_pins(keys, before, ends)
+                    self.index.restore_pins(keys, before, ends)
                 placing = Placing(keys.size)
                 placing.rule(here, BlockState.DEFERRED, f"{self.name}: {self.error}")
                 return placing.end()
-            return placement or self._index.apply(verb, keys)
+            return placement or self.index.apply(verb, keys)
 
     async def _look(self, namespace: Namespace, keys: Keys) -> Bits:
         """Wait for running writes of these blocks; return which are held.
@@ -416,7 +421,7 @@ class DiskTier(CodedTier):
         """
         unreadable = np.zeros(keys.size, np.bool_)
         while True:
-            slots = self._index.find(keys)
+            slots = self.index.find(keys)
             there = (slots >= 0) & ~unreadable
             doubtful = there & ~self._trusted[slots]
             if await self._in_flight.one_ended(keys):
@@ -434,7 +439,7 @@ class DiskTier(CodedTier):
         scratch = np.empty(keys.size * namespace.image_bytes, np.uint8)
         images = images_in(scratch, namespace.image_bytes, keys.size)
         sizes = np.zeros(keys.size, np.int64)
-        batch = Batch(keys, self._index.orders(slots), images, sizes)
+        batch = Batch(keys, self.index.orders(slots), images, sizes)
         results = await self._read_entries(namespace, batch)
         self._counts.count(results, written=False)
         return results
@@ -448,7 +453,7 @@ class DiskTier(CodedTier):
             keys: All blocks of the write, which are not evicted for each other.
             left: The positions of the absent ones.
         """
-        index = self._index
+        index = self.index
         if news := self._slabs.news_of(nbytes):
             logger.warning("tier %s: %s", sayable(self.name), news)
         tenant = self._tenants.number(namespace.tenant)
@@ -503,7 +508,7 @@ class DiskTier(CodedTier):
         try:
             with self._in_use():
                 async with self._writing:
-                    evicted = self._index.evictable(evicted)
+                    evicted = self.index.evictable(evicted)
                     # From here on the old rows are wrong, whatever happens.
                     self._stale.update(slots.tolist())
                     work = partial(
@@ -518,16 +523,16 @@ class DiskTier(CodedTier):
             self._in_flight.end(batch.keys)
             if written:
                 self.error = ""
-                self._index.part_with(*evicted)
+                self.index.part_with(*evicted)
                 self._stale.difference_update(evicted.slots.tolist())
                 self._trusted[slots] = True
-                self._index.mark(slots, batch.orders)
-                self._index.name(batch.keys, slots, batch.born)
-                self._index.unpin(batch.keys, slots)
+                self.index.mark(slots, batch.orders)
+                self.index.name(batch.keys, slots, batch.born)
+                self.index.unpin(batch.keys, slots)
                 self._written_blocks += slots.size
             else:
-                self._index.give_back(slots)
-                self._index.unpin(evicted.keys[::-1], evicted.slots[::-1])
+                self.index.give_back(slots)
+                self.index.unpin(evicted.keys[::-1], evicted.slots[::-1])
         return written
 
     @contextmanager
@@ -543,11 +548,11 @@ class DiskTier(CodedTier):
 
     async def _discard(self, keys: Keys, slots: Ids) -> None:
         """Drop damaged blocks, pinned by the caller, here and on the disk."""
-        gone = slots[self._index.forget(keys, slots)]
+        gone = slots[self.index.forget(keys, slots)]
         try:
             await self._erased()
         finally:
-            self._index.give_back(gone)
+            self.index.give_back(gone)
 
     async def _erased(self) -> bool:
         """Erase stale rows from the index on the disk; return whether that worked."""
@@ -555,7 +560,7 @@ class DiskTier(CodedTier):
             async with self._writing:
                 stale = [range(slot, slot + 1) for slot in sorted(self._stale)]
                 if stale:
-                    await self._threads.run(partial(self._rows.erase, stale))
+                    await self._threads.run(partial(self.rows.erase, stale))
                 self._stale.difference_update(slot for (slot,) in stale)
         except _ERRORS as exc:
             self._failed("writing", exc)
@@ -572,7 +577,7 @@ class DiskTier(CodedTier):
 
     def _restore(self) -> None:
         """Load the index; if two slots have the same key, the later one counts."""
-        found = list(self._rows.rows())
+        found = list(self.rows.rows())
         if not found:
             return
         rows = DiskRows(*map(np.concatenate, zip(*found, strict=True)))
@@ -608,24 +613,24 @@ class DiskTier(CodedTier):
         owners = self._owners(rows.keys)
         for size in reversed(dict.fromkeys(sizes.tolist())):
             mine = sizes == size
-            self._index.adopt(
+            self.index.adopt(
                 rows.keys[mine],
                 rows.slots[mine],
                 rows.orders[mine],
                 owners[mine],
                 born[mine],
             )
-        slots, ends = self._rows.pins()
+        slots, ends = self.rows.pins()
         for until in np.unique(ends).tolist():
             pinned = np.isin(rows.slots, slots[ends == until])
-            self._index.keep(rows.keys[pinned], rows.slots[pinned], until)
-        self._index.trim()
+            self.index.keep(rows.keys[pinned], rows.slots[pinned], until)
+        self.index.trim()
 
     def _owners(self, keys: Keys) -> Ids:
         """Return the tenant's number for each block."""
         numbers = {
             digest: self._tenants.number(namespace.tenant)
-            for digest, namespace in self._rows.namespaces.items()
+            for digest, namespace in self.rows.namespaces.items()
         }
         owners = (numbers.get(key[:DIGEST_BYTES], 0) for key in keys.tolist())
         return np.fromiter(owners, np.int64, keys.size)
@@ -635,9 +640,9 @@ class DiskTier(CodedTier):
     ) -> None:
         """Write images, and then their rows in the place of evicted ones."""
         self._directory.check()
-        self._rows.dirty()
+        self.rows.dirty()
         if not slots.size:
-            self._rows.erase(range(slot, slot + 1) for slot in evicted.tolist())
+            self.rows.erase(range(slot, slot + 1) for slot in evicted.tolist())
             return
         nbytes = batch.images.lengths.astype(np.int64)
         size = rounded(int(nbytes[0]))
@@ -647,7 +652,7 @@ class DiskTier(CodedTier):
         if moved.size:
             # Slots of the new size begin elsewhere, so the old rows become invalid.
             begins = (moved * self._slabs.stride).tolist()
-            self._rows.erase(range(at, at + self._slabs.stride) for at in begins)
+            self.rows.erase(range(at, at + self._slabs.stride) for at in begins)
         self._named_bytes[slabs] = size
         sums = _sums_of(batch)
         for run, offset in self._runs(slots, nbytes):
@@ -660,14 +665,14 @@ class DiskTier(CodedTier):
         serials = self._serial + np.arange(slots.size, 0, -1)
         self._serial += slots.size
         rows = DiskRows(slots, batch.keys, batch.orders, nbytes, sums, serials)
-        self._rows.record(namespace, rows, evicted)
+        self.rows.record(namespace, rows, evicted)
         self._sums[slots] = sums
         self._nbytes[slots] = nbytes
 
     def _sync(self) -> None:
         self._directory.check()
         self._file.sync()
-        self._rows.sync()
+        self.rows.sync()
 
     def _read_slots(
         self, batch: Batch, slots: Ids, *, at_once: bool = False

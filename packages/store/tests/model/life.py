@@ -125,7 +125,7 @@ class Life:
         self._tier = await DiskTier.open(address, tenants, file_type=PointedFile)
         memory = f"memory:{self.room.memory}"
         self._store = store_on(self._tier, memory=memory, tenants=tenants)
-        for index in (self._tier._index, inside.tiers(self._store).memory.index):
+        for index in (self._tier.index, inside.tiers(self._store).memory.index):
             index.now = CLOCK
         replaced = 0
         if self.inherited is not None:
@@ -230,7 +230,7 @@ class Life:
         tenant = tenant_of(blocks[0].kind)
         told = await call(hashes, cache.paged, tenant=tenant, **options)
         keys = as_keys(block.key for block in blocks)
-        memory, disk = inside.tiers(self._store).memory.index, self._tier._index
+        memory, disk = inside.tiers(self._store).memory.index, self._tier.index
         slots = memory.find(keys), disk.find(keys)
         kept = [
             (at >= 0) & index._kept[at]

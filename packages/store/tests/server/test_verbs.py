@@ -41,7 +41,7 @@ async def test_verbs_are_carried_out_at_the_server(tmp_path: Path) -> None:
         assert (await client.pin(A, CACHE, ttl_s=100)).complete
         for index in (
             inside.tiers(store).memory.index,
-            inside.tiers(store).below[0]._index,  # type: ignore[attr-defined]
+            inside.tiers(store).below[0].index,  # type: ignore[attr-defined]
         ):
             assert index.kept_bytes.sum() == 4 * 4096
         assert (await client.unpin(A, CACHE)).complete

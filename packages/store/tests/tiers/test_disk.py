@@ -184,8 +184,8 @@ async def test_the_later_of_two_slots_counts(tmp_path: Path) -> None:
             tier = tier_of(store, DiskTier)
             assert (await tier.find(store_keys(hashes, source)) != ABSENT).all()
             # It forgets them, and its index does not.
-            named = tier._index.victims(512, 8)
-            tier._index.drop(*named)
+            named = tier.index.victims(512, 8)
+            tier.index.drop(*named)
     async with BlockStore.open(tiers(tmp_path)) as store:
         assert await landed(store, source, hashes) == IDS[:8]
 
@@ -355,19 +355,19 @@ async def test_the_block_that_was_written_last_goes_last(tmp_path: Path) -> None
     memory = np.zeros(2 * namespace.image_bytes, np.uint8)
     tier = await disk(tmp_path)
     for some in keys[:1], keys[1:], keys[:1]:
-        if (slots := tier._index.find(some)).min() >= 0:
+        if (slots := tier.index.find(some)).min() >= 0:
             # Forgotten, and its entry is not written over.
-            tier._index.pin(some, slots)
-            tier._index.forget(some, slots)
+            tier.index.pin(some, slots)
+            tier.index.forget(some, slots)
         images = images_in(memory, namespace.image_bytes, some.size)
         batch = Batch(some, np.zeros(some.size, np.uint8), images)
         await tier.write(namespace, batch)
     await tier.close()
     tier = await disk(tmp_path)
-    named = tier._index.victims(namespace.image_bytes, 3)
+    named = tier.index.victims(namespace.image_bytes, 3)
     # Of those that were written together, the tail of the chain.
     assert named.keys.tolist() == [keys[2], keys[1], keys[0]]
-    tier._index.unpin(*named)
+    tier.index.unpin(*named)
     await tier.close()
 
 
@@ -416,7 +416,7 @@ async def test_a_full_disk_does_not_keep_a_new_model_out_for_ever(
 
 
 def _index_of(store: BlockStore) -> sqlite3.Connection:
-    db: sqlite3.Connection = inside.tiers(store).below[0]._rows._db  # type: ignore[attr-defined]
+    db: sqlite3.Connection = inside.tiers(store).below[0].rows._db  # type: ignore[attr-defined]
     return db
 
 

@@ -116,7 +116,7 @@ def received(worker: Worker) -> bool:
 def freed(worker: Worker) -> bool:
     """Whether the scheduler has heard that the prompt's blocks are free."""
     worker.side.finished(())
-    return not worker.side._departures
+    return not worker.side.departures
 
 
 def drained(worker: Worker) -> bool:
