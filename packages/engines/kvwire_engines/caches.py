@@ -28,12 +28,23 @@ from kvwire import Communicator, Connection, Outcome, PagedCache
 from kvwire.aio import run_to_completion
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import HashScheme
-from kvwire_engines.sources import PLAIN, BlockRows, Rows, Shape, Source, vllm_sources
+from kvwire_engines.sources import (
+    PLAIN,
+    BlockRows,
+    Rows,
+    Shape,
+    Source,
+    raw_dtype,
+    vllm_sources,
+)
+from kvwire_engines.whole import KeptLayer, State, WholeStates
 from kvwire_store import BlockStore
 from kvwire_store.conventions import Meaning, Turned, require_known, rotates_so
 
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer] | Any
 """Ids of one sequence's tokens: a list, or an array or tensor of 1 or 1 x n."""
+Ids: TypeAlias = npt.NDArray[np.int64]
+RowPair: TypeAlias = tuple[Rows, Rows]
 
 
 class Caches(ABC):
@@ -106,7 +117,10 @@ class Caches(ABC):
         return f"<{type(self).__name__} {self._weights}; {self._shape}>"
 
     async def put(self, tokens: Tokens, cache: Any) -> int:
-        """Store a cache's KV in full blocks; return the number of tokens stored.
+        """Store a cache's KV; return the number of tokens stored.
+
+        It is stored in full blocks. A cache that has dropped tokens before a window is
+        stored whole, for prompts that begin with all of its tokens.
 
         Args:
             tokens: The tokens of the sequence. Those after the cache's last token may
@@ -114,8 +128,8 @@ class Caches(ABC):
             cache: The engine's cache, of one sequence.
 
         Raises:
-            UsageError: The cache holds more tokens than `tokens`, several sequences,
-                or only the last tokens of a window.
+            UsageError: The cache holds more tokens than `tokens`, or several sequences;
+                or it is of a type that is not supported.
             ClosedOK: The store is closed.
 
         Cancel safety: the put is finished first, so the cache may be used afterwards.
@@ -127,6 +141,9 @@ class Caches(ABC):
                 f"{type(self).__name__}.put: the cache holds {length} tokens, but "
                 f"tokens has {ids.size}; pass all tokens that the model has seen"
             )
+        if self._lacks_tokens(cache):
+            whole = self._whole_states().put(ids[:length], self._state(cache))
+            return length if await run_to_completion(whole) else 0
         hashes = self._scheme.block_hashes(ids[:length])
         if not hashes:
             return 0
@@ -179,6 +196,11 @@ class Caches(ABC):
             zip(found, self._sources, strict=True),
             key=lambda one: one[0] * one[1].block_tokens,
         )
+        known = blocks * best.block_tokens
+        if self._has_window(cache) and (
+            length := await self._restored(ids, cache, known)
+        ):
+            return length
         if not blocks:
             return 0
         hashes = chains[best.block_tokens][:blocks]
@@ -209,6 +231,11 @@ class Caches(ABC):
                 cache holds fewer tokens.
         """
         blocks = self._full_blocks(tokens)
+        if self._lacks_tokens(cache):
+            raise UsageError(
+                f"{type(self).__name__}.publish: the cache has dropped tokens before "
+                "its window; publish it before, or put it into a store"
+            )
         if self._length(cache) < blocks * self._scheme.block_tokens:
             raise UsageError(
                 f"{type(self).__name__}.publish: the cache holds "
@@ -260,7 +287,31 @@ class Caches(ABC):
 
     @abstractmethod
     def _length(self, cache: Any) -> int:
-        """Return how many tokens a cache holds; refuse what lacks leading tokens."""
+        """Return how many tokens a cache has seen; refuse several sequences."""
+
+    @abstractmethod
+    def _lacks_tokens(self, cache: Any) -> bool:
+        """Return whether a cache has dropped tokens before a window."""
+
+    @abstractmethod
+    def _has_window(self, cache: Any) -> bool:
+        """Return whether an empty cache will drop tokens before a window."""
+
+    @abstractmethod
+    def _state(self, cache: Any) -> State:
+        """Return all that a cache which has dropped tokens needs to go on."""
+
+    @abstractmethod
+    def _fits(self, layer: Any, kept: KeptLayer, length: int) -> bool:
+        """Return whether an empty layer can go on as it was kept, at so many tokens."""
+
+    @abstractmethod
+    def _go_on(self, layer: Any, kept: KeptLayer, rows: RowPair, length: int) -> None:
+        """Fill an empty layer as it was kept, behind so many tokens."""
+
+    @abstractmethod
+    def _layers(self, cache: Any) -> list[Any]:
+        """Return a cache's layers."""
 
     @abstractmethod
     def _form(self, cache: Any) -> Shape:
@@ -279,6 +330,39 @@ class Caches(ABC):
         """Fill an empty cache with the first tokens' rows."""
 
     # --- inside -----------------------------------------------------------------------
+
+    async def _restored(self, ids: Ids, cache: Any, known: int) -> int:
+        """Fill a cache with a whole state of more tokens than `known`, or return 0."""
+        states = self._whole_states()
+        length = await states.longest(ids)
+        if length <= known:
+            return 0
+        state = await states.get(ids[:length])
+        if state is None or len(state.layers) != len(self._layers(cache)):
+            return 0
+        pairs = zip(self._layers(cache), state.layers, strict=True)
+        if not all(self._fits(layer, kept, length) for layer, kept in pairs):
+            return 0
+        shape = self._shape
+        flat = state.body.view(raw_dtype(shape.dtype))
+        first = 0
+        for layer, kept in zip(self._layers(cache), state.layers, strict=True):
+            stop = first + 2 * shape.kv_heads * kept.rows * shape.width
+            rows = flat[first:stop].reshape(2, shape.kv_heads, kept.rows, shape.width)
+            self._go_on(layer, kept, (rows[0], rows[1]), length)
+            first = stop
+        return length
+
+    def _whole_states(self) -> WholeStates:
+        shape = self._shape
+        size = np.dtype(raw_dtype(shape.dtype)).itemsize
+        return WholeStates(
+            self._store,
+            f"{self._own.name} {shape.layers}x{shape.kv_heads}x{shape.width} "
+            f"{shape.dtype}",
+            2 * shape.kv_heads * shape.width * size,
+            self._tenant,
+        )
 
     def _full_blocks(self, tokens: Tokens) -> int:
         size = _token_ids(tokens).size

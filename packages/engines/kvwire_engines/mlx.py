@@ -10,8 +10,9 @@ A server that answers with what is stored of each prompt::
     await kept.put(prompt + answer, cache)
 
 Supported: ``KVCache``, ``QuantizedKVCache`` with any bits and group size, whose KV is
-found by caches of the same two numbers, and ``RotatingKVCache`` as long as it still has
-its first tokens. A rotating cache is filled from any of them that is not quantised.
+found by caches of the same two numbers, and ``RotatingKVCache``. Once a rotating cache
+has dropped its first tokens, it is kept whole, and goes on in a cache of the same size;
+before, it is kept in blocks, and filled from any that is not quantised.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ import numpy as np
 
 from kvwire.errors import UsageError
 from kvwire.extras import needed_by
-from kvwire_engines.caches import Caches, same_shapes
+from kvwire_engines.caches import Caches, RowPair, same_shapes
 from kvwire_engines.sources import Rows, Shape, raw_dtype
+from kvwire_engines.whole import KeptLayer, State, joined
 from kvwire_store.conventions import Meaning, Turned, meaning_of
 
 with needed_by("kvwire_engines.mlx", extra="mlx", distribution="kvwire-engines"):
@@ -73,10 +75,53 @@ class MlxCaches(Caches):
                 f"mlx: the layers of this cache hold {sorted(lengths)} tokens; pass "
                 "one that a model has filled"
             )
-        (length,) = lengths
         for layer in cache:
-            _check_rows(layer, length)
-        return int(length)
+            _check_one(layer)
+        return int(lengths.pop())
+
+    def _lacks_tokens(self, cache: Any) -> bool:
+        # The last of a rotating cache's state is the place of the next token.
+        return any(
+            layer.offset > layer.keys.shape[2] or layer.state[-1] != layer.offset
+            for layer in cache
+            if isinstance(layer, RotatingKVCache) and not layer.empty()
+        )
+
+    def _has_window(self, cache: Any) -> bool:
+        return any(isinstance(layer, RotatingKVCache) for layer in cache)
+
+    def _state(self, cache: Any) -> State:
+        layers = []
+        arrays = []
+        for layer in cache:
+            if isinstance(layer, QuantizedKVCache):
+                raise UsageError(
+                    "mlx: a cache with windows and quantised layers is not supported"
+                )
+            whole = isinstance(layer, RotatingKVCache)
+            rows = layer.keys.shape[2] if whole else layer.offset
+            numbers = [int(one) for one in layer.state[2:]]
+            layers.append(KeptLayer(type(layer).__name__, rows, numbers))
+            arrays += [_rows(layer.keys, rows), _rows(layer.values, rows)]
+        return State(layers, joined(arrays))
+
+    def _layers(self, cache: Any) -> list[Any]:
+        return list(cache)
+
+    def _fits(self, layer: Any, kept: KeptLayer, length: int) -> bool:
+        if type(layer).__name__ != kept.kind or kept.numbers[:1] != [length]:
+            return False
+        if not isinstance(layer, RotatingKVCache):
+            return len(kept.numbers) == 1 and kept.rows == length
+        if len(kept.numbers) != 4:
+            return False
+        _, keep, size, place = kept.numbers
+        return (keep, size) == (layer.keep, layer.max_size) and 0 <= place <= kept.rows
+
+    def _go_on(self, layer: Any, kept: KeptLayer, rows: RowPair, length: int) -> None:
+        keys, values = (self._array(layer, part) for part in rows)
+        mx.eval(keys, values)
+        layer.state = (keys, values, *kept.numbers)
 
     def _form(self, cache: Any) -> Shape:
         _check_types(cache)
@@ -146,23 +191,14 @@ def _check_types(cache: Any) -> None:
             )
 
 
-def _check_rows(layer: Any, length: int) -> None:
-    """Refuse several sequences, and a rotating cache that lacks its first tokens."""
+def _check_one(layer: Any) -> None:
+    """Refuse several sequences."""
     if layer.empty():
         return
     keys = layer.keys[0] if isinstance(layer, QuantizedKVCache) else layer.keys
     if keys.shape[0] != 1:
         raise UsageError(
             f"mlx: a cache of {keys.shape[0]} sequences; pass one for each"
-        )
-    # The last of its state is the place of the next token.
-    if isinstance(layer, RotatingKVCache) and (
-        length > keys.shape[2] or layer.state[-1] != length
-    ):
-        raise UsageError(
-            f"mlx: a RotatingKVCache of {layer.max_size} tokens has seen {length} and "
-            "lacks the first ones; put it before, or use make_prompt_cache without "
-            "max_kv_size"
         )
 
 

@@ -34,8 +34,9 @@ from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.extras import install_command, needed_by
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec, dtype_name
-from kvwire_engines.caches import Caches, same_shapes
-from kvwire_engines.sources import Rows, Shape
+from kvwire_engines.caches import Caches, RowPair, same_shapes
+from kvwire_engines.sources import Shape
+from kvwire_engines.whole import KeptLayer, State, joined
 from kvwire_store.conventions import Meaning, Turned, meaning_of
 
 with needed_by(
@@ -59,6 +60,8 @@ _PLAIN: Final = (
     StaticLayer,
     StaticSlidingWindowLayer,
 )
+# The layers of a cache that is kept whole.
+_WINDOWED: Final = (DynamicLayer, DynamicSlidingWindowLayer)
 # Fields of a config that say where it came from.
 _OF_THE_FILES: Final = {"_name_or_path", "_commit_hash", "transformers_version"}
 # Older ones ignore `cache=`, and a model computes without the KV, silently.
@@ -296,10 +299,10 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no
 class TransformersCaches(Caches):
     """Keeps and moves the KV of a model of transformers.
 
-    ``put`` and ``publish`` take a ``DynamicCache`` or ``StaticCache`` of one sequence,
-    also of a model with windows while the cache has all tokens. ``get`` and ``pull``
-    fill any cache that the model can use, quantised ones as a prefill of the same
-    tokens would.
+    ``put`` and ``publish`` take a ``DynamicCache`` or ``StaticCache`` of one sequence.
+    A ``DynamicCache`` that has dropped tokens before a window is put whole. ``get`` and
+    ``pull`` fill any cache that the model can use, quantised ones as a prefill of the
+    same tokens would.
     """
 
     engine = "transformers"
@@ -350,6 +353,47 @@ class TransformersCaches(Caches):
             )
         return lengths.pop()
 
+    def _lacks_tokens(self, cache: Any) -> bool:
+        return any(
+            int(layer.get_seq_length()) > layer.keys.shape[2]
+            for layer in cache.layers
+            if layer.is_initialized
+        )
+
+    def _has_window(self, cache: Any) -> bool:
+        return any(layer.is_sliding for layer in cache.layers)
+
+    def _state(self, cache: Any) -> State:
+        layers = []
+        arrays = []
+        for layer in cache.layers:
+            if type(layer) not in _WINDOWED:
+                raise UsageError(
+                    f"transformers: a {type(layer).__name__} in a cache that has "
+                    "dropped tokens before its window is not supported; use a "
+                    "DynamicCache"
+                )
+            rows = layer.keys.shape[2]
+            layers.append(KeptLayer(type(layer).__name__, rows, _window(layer)))
+            arrays += [_bytes(layer.keys), _bytes(layer.values)]
+        return State(layers, joined(arrays))
+
+    def _layers(self, cache: Any) -> list[Any]:
+        return list(cache.layers)
+
+    def _fits(self, layer: Any, kept: KeptLayer, length: int) -> bool:
+        if type(layer) not in _WINDOWED or type(layer).__name__ != kept.kind:
+            return False
+        window = _window(layer)
+        rows = min([length, *(size - 1 for size in window)])
+        return (kept.numbers, kept.rows) == (window, rows)
+
+    def _go_on(self, layer: Any, kept: KeptLayer, rows: RowPair, length: int) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            layer.update(*self._tensors(rows))
+        if layer.is_sliding:
+            layer.cumulative_length = length
+
     def _form(self, cache: Any) -> Shape:
         if int(cache.get_seq_length()):
             raise UsageError("transformers: the cache is not empty; pass a new one")
@@ -364,35 +408,37 @@ class TransformersCaches(Caches):
             for layer in cache.layers
         ]
 
-    def _write(self, cache: Any, rows: list[tuple[Rows, Rows]]) -> None:
-        dtype = getattr(torch, self._shape.dtype)
+    def _write(self, cache: Any, rows: list[RowPair]) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for index, pair in enumerate(rows):
-                keys, values = (
-                    torch.from_numpy(one).view(dtype)[None].to(self._device)
-                    for one in pair
-                )
-                cache.update(keys, values, index)
+                cache.update(*self._tensors(pair), index)
+
+    def _tensors(self, rows: RowPair) -> list[torch.Tensor]:
+        dtype = getattr(torch, self._shape.dtype)
+        return [
+            torch.from_numpy(one).view(dtype)[None].to(self._device) for one in rows
+        ]
+
+
+def _window(layer: Any) -> list[int]:
+    return [layer.sliding_window] if layer.is_sliding else []
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach()[0].cpu().contiguous().view(torch.uint8).numpy()
 
 
 def _length(layer: Any) -> int:
-    """Return the tokens of a layer; refuse several sequences and a passed window."""
+    """Return the tokens that a layer has seen; refuse several sequences."""
     _check_plain(layer)
     if not layer.is_initialized:
         return 0
-    length = int(layer.get_seq_length())
-    rows, _, tokens, _ = layer.keys.shape
+    rows = layer.keys.shape[0]
     if rows != 1:
         raise UsageError(
             f"transformers: a cache of {rows} sequences; pass one for each"
         )
-    if length > tokens:
-        raise UsageError(
-            f"transformers: a {type(layer).__name__} has seen {length} tokens and "
-            f"keeps the last {tokens}; put it before, or use a DynamicCache() without "
-            "config, which keeps all"
-        )
-    return length
+    return int(layer.get_seq_length())
 
 
 def _check_plain(layer: Any) -> None:

@@ -283,7 +283,6 @@ async def test_transformers_refuses(
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda here: here.cache("rotating"), "has seen 90 and lacks the first"),
         (lambda here: [ArraysCache(2) for _ in range(LAYERS)], "ArraysCache is not"),
         (lambda here: [KVCache(), KVCache(), QuantizedKVCache()], "in another way"),
     ],
@@ -293,10 +292,53 @@ async def test_mlx_refuses(
 ) -> None:
     here = engine_of("mlx")
     cache = make(here)
-    if isinstance(cache[0], RotatingKVCache):
-        here.answer(PROMPT[:50], cache, 0, 41)
     with pytest.raises(UsageError, match=said):
         await moved(here, cache, cache)
+
+
+def windowed(engine: str, folder: Path) -> Engine:
+    """A model, or a cache, that drops tokens before a window."""
+    if engine == "transformers":
+        return Transformers(saved(folder, "mistral", sliding_window=20))
+    return Mlx(saved(folder))
+
+
+@every_engine
+@pytest.mark.parametrize("step", [40, 7, 1])
+async def test_behind_a_window_a_state_is_kept_whole(
+    tmp_path: Path, engine: str, step: int
+) -> None:
+    """It goes on from its last token only, whatever the steps that led there."""
+    here = windowed(engine, tmp_path)
+    prompt = PROMPT + PROMPT[::-1]
+    first = here.cache("rotating")
+    for at in range(0, 90, step):
+        here.logits(prompt[at : min(90, at + step)], first)
+    async with BlockStore.open(["memory:8MiB"]) as store:
+        kept = here.kept(store, here.model, weights="w")
+        assert await kept.put(prompt[:90], first) == 90
+        expected = here.answer(prompt, first, 90, 24)
+        second = here.cache("rotating")
+        assert await kept.get(prompt, second) == 90
+        assert here.answer(prompt, second, 90, 24) == expected
+        assert await kept.get(prompt[:90], here.cache("rotating")) == 0
+        assert await kept.get([*prompt[:89], 3, 4], here.cache("rotating")) == 0
+        async with kvwire.open() as comm:
+            with pytest.raises(UsageError, match="has dropped tokens"):
+                kept.publish(comm, "r", prompt, first)
+
+
+async def test_a_state_of_another_window_is_not_used(tmp_path: Path) -> None:
+    here = Mlx(saved(tmp_path))
+    first = here.cache("rotating")
+    here.answer(PROMPT, first, 0, 38)
+    async with BlockStore.open(["memory:8MiB"]) as store:
+        kept = here.kept(store, here.model, weights="w")
+        tokens = [*PROMPT, *PROMPT[:37]]
+        assert await kept.put(tokens, first) == 90
+        larger = [RotatingKVCache(max_size=80) for _ in range(LAYERS)]
+        assert await kept.get([*tokens, 1], larger) == 0
+        assert await kept.get([*tokens, 1], here.cache("rotating")) == 90
 
 
 ROTATED: Final[dict[str, dict[str, Any]]] = {
