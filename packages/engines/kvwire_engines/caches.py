@@ -61,6 +61,10 @@ class Caches(ABC):
         others: Other engines whose KV is taken too; see
             :mod:`kvwire_store.conventions`.
 
+    Attributes:
+        shape: What the model keeps of each token.
+        sources: Whose blocks are found, the engine's own first.
+
     Raises:
         UsageError: The model's layers differ in shape or keep something else than keys
             and values, or KV of another engine cannot be used here.
@@ -89,9 +93,9 @@ class Caches(ABC):
         self._weights = weights
         self._tenant = tenant
         self._scheme = HashScheme(block_tokens)
-        self._shape = self._measure(model)
+        self.shape: Shape = self._measure(model)
         meaning, turned, facts = self._meaning(model)
-        known = rotates_so(meaning, turned, self._shape.width)
+        known = rotates_so(meaning, turned, self.shape.width)
         for other in others:
             where = f"KV of {other} in {self.engine}"
             require_known(where, other, meaning)
@@ -105,16 +109,16 @@ class Caches(ABC):
             # It is found by the same engine with the same config alone.
             own += f" {sha256(facts.encode()).hexdigest()[:16]}"
         self._own = Source(own, block_tokens)
-        self._sources = [self._own]
+        self.sources: list[Source] = [self._own]
         for other in others:
             named = meaning.named(weights, other)
             if other == "vllm":
-                self._sources += vllm_sources(named)
+                self.sources += vllm_sources(named)
             else:
-                self._sources.append(Source(named, block_tokens))
+                self.sources.append(Source(named, block_tokens))
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._weights}; {self._shape}>"
+        return f"<{type(self).__name__} {self._weights}; {self.shape}>"
 
     async def put(self, tokens: Tokens, cache: Any) -> int:
         """Store a cache's KV; return the number of tokens stored.
@@ -179,7 +183,7 @@ class Caches(ABC):
         ids = _token_ids(tokens)[:-1]
         chains = {
             source.block_tokens: HashScheme(source.block_tokens).block_hashes(ids)
-            for source in self._sources
+            for source in self.sources
         }
         found = await asyncio.gather(
             *(
@@ -188,12 +192,12 @@ class Caches(ABC):
                     source.landing(shape, 1).paged,
                     tenant=self._tenant,
                 )
-                for source in self._sources
+                for source in self.sources
             )
         )
         # The first of several that are equally long: the engine's own.
         blocks, best = max(
-            zip(found, self._sources, strict=True),
+            zip(found, self.sources, strict=True),
             key=lambda one: one[0] * one[1].block_tokens,
         )
         known = blocks * best.block_tokens
@@ -343,7 +347,7 @@ class Caches(ABC):
         pairs = zip(self._layers(cache), state.layers, strict=True)
         if not all(self._fits(layer, kept, length) for layer, kept in pairs):
             return 0
-        shape = self._shape
+        shape = self.shape
         flat = state.body.view(raw_dtype(shape.dtype))
         first = 0
         for layer, kept in zip(self._layers(cache), state.layers, strict=True):
@@ -354,7 +358,7 @@ class Caches(ABC):
         return length
 
     def _whole_states(self) -> WholeStates:
-        shape = self._shape
+        shape = self.shape
         size = np.dtype(raw_dtype(shape.dtype)).itemsize
         return WholeStates(
             self._store,

@@ -50,7 +50,7 @@ class MlxCaches(Caches):
 
         def turned(position: int) -> Any:
             rope = model.layers[0].self_attn.rope
-            ones = mx.ones((1, 1, 1, self._shape.width))
+            ones = mx.ones((1, 1, 1, self.shape.width))
             return rope(ones, offset=position)[0, 0, 0]
 
         return meaning, turned, repr(sorted(vars(args).items()))
@@ -139,7 +139,7 @@ class MlxCaches(Caches):
                 "another way; use one kind for all layers"
             )
         ((bits, group),) = forms
-        plain = self._shape
+        plain = self.shape
         if not bits:
             return plain
         nbytes = sum(_parts(plain, bits, group))
@@ -171,10 +171,10 @@ class MlxCaches(Caches):
     def _array(self, layer: Any, rows: Rows) -> Any:
         """Return rows as the array, or the arrays, that a layer keeps."""
         bits, group = _form(layer)
-        dtype = getattr(mx, self._shape.dtype)
+        dtype = getattr(mx, self.shape.dtype)
         if not bits:
             return mx.array(rows).view(dtype)[None]
-        ends = np.cumsum(_parts(self._shape, bits, group))[:-1]
+        ends = np.cumsum(_parts(self.shape, bits, group))[:-1]
         packed, *others = (
             mx.array(np.ascontiguousarray(part))[None]
             for part in np.split(rows, ends, axis=-1)

@@ -314,7 +314,7 @@ class TransformersCaches(Caches):
 
         def turned(position: int) -> Any:
             place = torch.tensor([[position]], device=model.device)
-            ones = torch.ones((1, 1, self._shape.width), device=model.device)
+            ones = torch.ones((1, 1, self.shape.width), device=model.device)
             cos, sin = (one[0, 0] for one in model.base_model.rotary_emb(ones, place))
             # As apply_rotary_pos_emb does: the second half comes first, negated.
             sin[: len(sin) // 2] *= -1
@@ -397,10 +397,10 @@ class TransformersCaches(Caches):
     def _form(self, cache: Any) -> Shape:
         if int(cache.get_seq_length()):
             raise UsageError("transformers: the cache is not empty; pass a new one")
-        return self._shape
+        return self.shape
 
     def _form_of(self, cache: Any) -> Shape:
-        return self._shape
+        return self.shape
 
     def _read(self, cache: Any, tokens: int) -> list[tuple[Any, Any]]:
         return [
@@ -414,7 +414,7 @@ class TransformersCaches(Caches):
                 cache.update(*self._tensors(pair), index)
 
     def _tensors(self, rows: RowPair) -> list[torch.Tensor]:
-        dtype = getattr(torch, self._shape.dtype)
+        dtype = getattr(torch, self.shape.dtype)
         return [
             torch.from_numpy(one).view(dtype)[None].to(self._device) for one in rows
         ]

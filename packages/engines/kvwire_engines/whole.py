@@ -83,17 +83,24 @@ class WholeStates:
                 f"a whole state of {len(state.layers)} layers and {state.body.size} "
                 f"bytes: at most {KV_STATE_BYTES_MAX} bytes are kept"
             )
-        key = [_hash(tokens)]
         padded = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
-        for part, content in (("body", state.body), ("head", padded)):
-            request = self._store.put(
-                key, self._page(part, content), [0], tenant=self._tenant
-            )
-            outcome = await request
-            await request.drained()
-            if not outcome.complete:
-                return False
-        return True
+        return await self.write("body", tokens, state.body) and await self.write(
+            "head", tokens, padded
+        )
+
+    async def write(
+        self, part: str, tokens: npt.NDArray[np.int64], memory: Bytes
+    ) -> bool:
+        """Store one part of a state; return whether it is stored.
+
+        Cancel safety: as for :meth:`put`.
+        """
+        request = self._store.put(
+            [_hash(tokens)], self._page(part, memory), [0], tenant=self._tenant
+        )
+        outcome = await request
+        await request.drained()
+        return outcome.complete
 
     async def longest(self, tokens: npt.NDArray[np.int64]) -> int:
         """Return how many leading tokens the longest stored state covers.

@@ -28,7 +28,10 @@ from mlx_lm.models.cache import (  # noqa: E402
 from mlx_lm.utils import load_model  # noqa: E402
 
 import kvwire  # noqa: E402
+from kvwire import PagedCache  # noqa: E402
 from kvwire.errors import UsageError  # noqa: E402
+from kvwire.kv.hashing import HashScheme  # noqa: E402
+from kvwire.kv.layout import AxisOrder  # noqa: E402
 from kvwire_engines.caches import Caches  # noqa: E402
 from kvwire_engines.mlx import MlxCaches  # noqa: E402
 from kvwire_engines.transformers import TransformersCaches  # noqa: E402
@@ -221,6 +224,26 @@ async def test_between_kinds_of_caches(
     assert here.answer(PROMPT, second, 48, 1) == expected
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("engine", "kind"),
+    [("transformers", "plain"), ("mlx", "plain"), ("mlx", "quantised")],
+)
+async def test_elements_of_16_bits(
+    *, folder: Path, engine: str, kind: str, dtype: str
+) -> None:
+    """NumPy has no name for one of them; the bytes are those that were computed."""
+    here = ENGINES[engine](folder)
+    if engine == "mlx":
+        here.model.set_dtype(getattr(mx, dtype))
+    else:
+        here.model.to(getattr(torch, dtype))
+    first, second = here.cache(kind), here.cache(kind)
+    here.logits(PROMPT[:48], first)
+    assert await moved(here, first, second, 49) == 48
+    assert here.answer(PROMPT, second, 48, 24) == here.answer(PROMPT, first, 48, 24)
+
+
 async def test_a_quantised_cache_is_filled_as_by_a_prefill(
     engine_of: Callable[[str], Engine],
 ) -> None:
@@ -397,6 +420,52 @@ async def test_one_engine_prefills_another_decodes(
     assert here.answer(PROMPT, cache, 48, 24) == expected
     last = here.logits([5], cache) - here.logits([5], mine)
     assert float(abs(last).max()) < 1e-4
+
+
+@every_engine
+@pytest.mark.parametrize("kernel", ["vec", "amx"])
+async def test_blocks_of_vllm_go_on(
+    *, engine_of: Callable[[str], Engine], engine: str, kernel: str
+) -> None:
+    """Blocks packed as vLLM's kernels do; test_vllm.py compares these with a kernel."""
+    here, other = engine_of(engine), engine_of("transformers")
+    computed = other.cache()
+    other.logits(PROMPT, computed)
+    packed = [
+        torch.cat([pack(one, kernel, part) for part, one in enumerate(pair)], dim=-1)
+        for pair in ((layer.keys, layer.values) for layer in computed.layers)
+    ]
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        kept = here.kept(store, here.model, weights="w", others=["vllm"])
+        (source,) = (
+            one
+            for one in kept.sources
+            if one.name.endswith(f"cpu_attn {kernel} with blocks of 16")
+        )
+        spec = source.spec(kept.shape)
+        blocks = PagedCache(
+            spec,
+            [one.view(3, 1, 16, 64).contiguous() for one in packed],
+            AxisOrder("block head token (kv dim)"),
+        )
+        hashes = HashScheme(16).block_hashes(PROMPT)
+        assert (await store.put(hashes, blocks, [0, 1, 2])).complete
+        cache = here.cache()
+        assert await kept.get(PROMPT, cache) == 48
+        expected = here.answer(PROMPT, here.cache(), 0, 24)
+        assert here.answer(PROMPT, cache, 48, 24) == expected
+
+
+def pack(rows: Any, kernel: str, part: int) -> Any:
+    """Return keys (part 0) or values of three blocks as a kernel keeps them."""
+    tokens = rows[0, 0, :48].view(3, 16, 32)
+    if kernel == "vec":
+        return (tokens if part else tokens.transpose(1, 2)).reshape(3, -1)
+    if part:
+        tiles = tokens.view(3, 8, 2, 2, 16)
+        return tiles.permute(0, 3, 1, 4, 2).reshape(3, -1)
+    tiles = tokens.view(3, 1, 16, 16, 2)
+    return tiles.permute(0, 1, 3, 2, 4).reshape(3, -1)
 
 
 async def test_a_rotation_that_the_other_engine_ignores(tmp_path: Path) -> None:
