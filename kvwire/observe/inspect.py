@@ -88,14 +88,13 @@ def _ask_all(
     decoder: msgspec.json.Decoder[T],
     patience_s: float = _PATIENCE_S,
 ) -> tuple[list[T], list[str]]:
-    def answer(path: Path) -> T | str | None:
-        return _answer(path, what, decoder, patience_s)
-
     answers = []
     silent = []
     # In parallel, so that several unresponsive processes cost no more time than one.
     with ThreadPoolExecutor(_AT_ONCE) as threads:
-        for found in threads.map(answer, paths):
+        for found in threads.map(
+            lambda path: _answer(path, what, decoder, patience_s), paths
+        ):
             if isinstance(found, str):
                 silent.append(found)
             elif found is not None:

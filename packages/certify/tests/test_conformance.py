@@ -55,17 +55,15 @@ async def test_a_class_an_instance_and_a_scheme_are_checked() -> None:
 
 
 async def test_failures_raise_unless_only_reported() -> None:
-    class Old(InprocBackend):
-        api_version = 0
-
+    old = type("Old", (InprocBackend,), {"api_version": 0})
     seen: list[Result] = []
     only = ["address.class", "address.free"]
     with pytest.raises(
         CheckFailed, match=r"address\.class: its api_version is 0, not 1"
     ):
-        await check_backend(Old, only=only, progress=seen.append)
+        await check_backend(old, only=only, progress=seen.append)
     assert [result.passed for result in seen] == [False, True]
-    report = await check_backend(Old, only=only, raising=False)
+    report = await check_backend(old, only=only, raising=False)
     assert [result.check.id for result in report.failed] == ["address.class"]
     assert "FAILED  address.class" in str(report)
     with pytest.raises(CheckFailed, match="1 of 2 checks passed"):
@@ -112,17 +110,13 @@ async def test_the_kit_itself_can_be_cancelled() -> None:
 
 async def test_a_rank_that_is_no_number_is_found() -> None:
     """Such a backend goes last, wherever it wanted to be."""
-
-    class High(InprocBackend):
-        @classmethod
-        def rank(cls) -> Any:
-            return "high"
-
+    rank = classmethod(lambda cls: "high")
+    high = type("High", (InprocBackend,), {"rank": rank})
     for kit, check in (
         (check_backend, "address.available"),
         (check_lanes, "address.available"),
     ):
-        report = await kit(High, only=[check], raising=False)
+        report = await kit(high, only=[check], raising=False)
         assert (
             report.failed[0].reason == "its rank is 'high', which is not a whole number"
         )

@@ -44,11 +44,9 @@ def soak() -> ProcessSoak:
 
 
 async def test_a_process_that_ends_by_itself_is_a_failure() -> None:
-    class Dies(ProcessSoak):
-        def command(self, role: str) -> list[str]:
-            return [sys.executable, "-S", "-c", "print({})"]
-
-    dies = Dies(seed=1, goal=MIB, fault_s=0.001, way="tcp")
+    command = [sys.executable, "-S", "-c", "print({})"]
+    kind = type("Dies", (ProcessSoak,), {"command": lambda *_: command})
+    dies = kind(seed=1, goal=MIB, fault_s=0.001, way="tcp")
     with pytest.raises(RuntimeError, match="has ended by itself"):
         await dies.run()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import Final
 
 from tests.support.house.check import AnyFunction, dotted, functions
 from tests.support.tree import Source
 
 _SIMPLE = ast.Name | ast.Attribute | ast.Constant
+_OF_TUPLES: Final = ("_replace", "_asdict", "_fields", "_make")
 
 
 def forwarders(source: Source) -> Iterator[str]:
@@ -88,3 +90,32 @@ def _waits(node: ast.AST) -> bool:
             return dotted(function).rpartition(".")[2] == "sleep"
         case _:
             return False
+
+
+def patches(source: Source) -> Iterator[str]:
+    """What a test replaces in code that offers no parameter for it."""
+    for node in ast.walk(source.syntax):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".setattr"):
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def private_names(source: Source) -> Iterator[str]:
+    """Members that a test takes from others, although their names begin with ``_``."""
+    own = {ast.unparse(node) for node in ast.walk(source.syntax) if _is_own(node)}
+    for node in ast.walk(source.syntax):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr[0] == "_" != node.attr[1:2]
+            and node.attr not in _OF_TUPLES
+            and not _is_own(node)
+            and f"self.{node.attr}" not in own
+        ):
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def _is_own(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls")
+    )

@@ -56,12 +56,9 @@ async def test_a_berth_that_something_may_touch_is_used_by_nobody(
 
 async def test_a_report_can_be_read_whatever_a_tier_is_called() -> None:
     """Paths are long, and of any bytes: Python has halves of characters for some."""
-
-    class Shared(FakeTier):
-        def tenant_uses(self) -> tuple[TenantUse, ...]:
-            return TenantUse(), TenantUse(4096)
-
-    tier = Shared("disk:\udcff" + "x" * NAME_CHARS_MAX)
+    uses = TenantUse(), TenantUse(4096)
+    shared = type("Shared", (FakeTier,), {"tenant_uses": lambda _: uses})
+    tier = shared("disk:\udcff" + "x" * NAME_CHARS_MAX)
     tier.error = "\udcff"
     async with store_on(tier, tenants=Tenants(["t"])) as store:
         served = ServedStore(store, False, 1, 1, {}, "server")
