@@ -62,6 +62,8 @@ class Caches(ABC):
             :mod:`kvwire_store.conventions`.
 
     Attributes:
+        store: The store.
+        tenant: The tenant.
         shape: What the model keeps of each token.
         sources: Whose blocks are found, the engine's own first.
 
@@ -89,9 +91,9 @@ class Caches(ABC):
                 "kvwire_store.weights.weights_name(folder), or a text that names the "
                 "weights, the same in all processes that share KV"
             )
-        self._store = store
+        self.store = store
         self._weights = weights
-        self._tenant = tenant
+        self.tenant = tenant
         self._scheme = HashScheme(block_tokens)
         self.shape: Shape = self._measure(model)
         meaning, turned, facts = self._meaning(model)
@@ -138,7 +140,7 @@ class Caches(ABC):
 
         Cancel safety: the put is finished first, so the cache may be used afterwards.
         """
-        ids = _token_ids(tokens)
+        ids = token_ids(tokens)
         length = self._length(cache)
         if length > ids.size:
             raise UsageError(
@@ -154,9 +156,7 @@ class Caches(ABC):
         paged = self._paged(cache, len(hashes))
 
         async def stored() -> int:
-            put = self._store.put(
-                hashes, paged, range(len(hashes)), tenant=self._tenant
-            )
+            put = self.store.put(hashes, paged, range(len(hashes)), tenant=self.tenant)
             outcome = await put
             await put.drained()
             return outcome.usable_tokens
@@ -180,17 +180,17 @@ class Caches(ABC):
         Cancel safety: the cache is filled at once at the end, or not at all.
         """
         shape = self._form(cache)
-        ids = _token_ids(tokens)[:-1]
+        ids = token_ids(tokens)[:-1]
         chains = {
             source.block_tokens: HashScheme(source.block_tokens).block_hashes(ids)
             for source in self.sources
         }
         found = await asyncio.gather(
             *(
-                self._store.match(
+                self.store.match(
                     chains[source.block_tokens],
                     source.landing(shape, 1).paged,
-                    tenant=self._tenant,
+                    tenant=self.tenant,
                 )
                 for source in self.sources
             )
@@ -209,8 +209,8 @@ class Caches(ABC):
             return 0
         hashes = chains[best.block_tokens][:blocks]
         landing = best.landing(shape, len(hashes))
-        outcome = await self._store.get(
-            hashes, landing.paged, range(len(hashes)), tenant=self._tenant
+        outcome = await self.store.get(
+            hashes, landing.paged, range(len(hashes)), tenant=self.tenant
         )
         self._fill(cache, landing, outcome.usable_tokens)
         return outcome.usable_tokens
@@ -243,7 +243,7 @@ class Caches(ABC):
         if self._length(cache) < blocks * self._scheme.block_tokens:
             raise UsageError(
                 f"{type(self).__name__}.publish: the cache holds "
-                f"{self._length(cache)} tokens of {_token_ids(tokens).size}; compute "
+                f"{self._length(cache)} tokens of {token_ids(tokens).size}; compute "
                 "the prompt first"
             )
         out = communicator.publish(id, self._paged(cache, blocks), range(blocks))
@@ -361,15 +361,15 @@ class Caches(ABC):
         shape = self.shape
         size = np.dtype(raw_dtype(shape.dtype)).itemsize
         return WholeStates(
-            self._store,
+            self.store,
             f"{self._own.name} {shape.layers}x{shape.kv_heads}x{shape.width} "
             f"{shape.dtype}",
             2 * shape.kv_heads * shape.width * size,
-            self._tenant,
+            self.tenant,
         )
 
     def _full_blocks(self, tokens: Tokens) -> int:
-        size = _token_ids(tokens).size
+        size = token_ids(tokens).size
         blocks = max(0, size - 1) // self._scheme.block_tokens
         if not blocks:
             raise UsageError(
@@ -407,7 +407,12 @@ def same_shapes(found: Sequence[tuple[Any, ...]], what: str) -> tuple[Any, ...]:
     return found[0]
 
 
-def _token_ids(tokens: Tokens) -> npt.NDArray[np.int64]:
+def token_ids(tokens: Tokens) -> npt.NDArray[np.int64]:
+    """Return one sequence's tokens as an array.
+
+    Raises:
+        UsageError: They are of several sequences.
+    """
     ids = np.asarray(tokens)
     if ids.ndim == 2 and ids.shape[0] == 1:
         ids = ids[0]
