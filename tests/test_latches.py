@@ -8,124 +8,67 @@ that a class sets, and never clears, is in a table here with the reason why it s
 from __future__ import annotations
 
 import ast
-from pathlib import Path
-from typing import Final
 
 import pytest
 
 from tests.support.tree import ROOT
 
-# An object that has ended does not begin again; another one takes its place.
-ENDED: Final = ("aborted", "closed", "closing", "ended", "ending", "gone", "over")
-ENDS: Final = frozenset(
-    (*ENDED, *(f"_{word}" for word in ENDED), "stopped", "_stopped")
-)
-# The others, each with the reason why it stays.
-STAY: Final = {
-    "aio.Opening._begun": "an opening is entered once; another call makes another",
-    "selection.Selection._carries": "the settings allow it, and they do not change",
-    "members.Members.doubts": "its directory clears it when it has read all entries",
-    "state.LaneSet.initial_set_done": "a connection chooses its transport once",
-    "io_thread.IOThread._begun": "a thread starts once",
-    "lanes.LaneTable.initial_set_done": "a connection chooses its transport once",
-    "messages.Messages._refusing": "its connection is closing",
-    "leg.Leg.planned": "the same two ends have the same plan on every link",
-    "ready_log.ReadyLog.finished": "what was finished is complete",
-    "ready_log.ReadyLog.woken": "the loop clears it when it reads the log",
-    "transfer.Transfer._is_drained": "nothing touches memory that has drained",
-    "faults.FaultyPipe._stalled": "a planned fault, for tests",
-    "pipe.InprocPipe._finishing": "its sender has ended",
-    "pipe.InprocPipe._retired": "its receiver has ended",
-    "driver.NixlDriver._made": "an agent is made once",
-    "driver.NixlDriver._joined": "a peer's agent is loaded once, for its lane",
-    "lane.NixlLane._started": "a lane starts once",
-    "duplex.Duplex._started": "a stream starts once",
-    "duplex.Duplex._end_of_stream": "nothing comes after the end of a stream",
-    "duplex.Duplex._shut": "nothing is sent after the end of a stream",
-    "lane.TcpLane._joined": "its socket has arrived; another lane has its own",
-    "link.TcpLink._watching": "its socket is watched until the link ends",
-    "tls_wire.TlsWire.opened": "a handshake is made once",
-    "tls_wire.TlsWire._end_sent": "nothing is sent after the end of a stream",
-    "lane.UcxLane._given": "its half of a lane was given away, once",
-    "lane.UcxLane._peer_has_left": "a peer that has left its lane does not return",
-    "worker.UcxEndpoint.failed": "UCX has closed it; another lane has its own",
-    "command._Progress.interrupted": "its run ends",
-    "sides.LinkSide.begun": "a side of a case begins once",
-    "sides.LaneSide.begun": "a side of a case begins once",
-    "server.StoreServer._entered": "a server is entered once",
-    "own_server.OwnServer.useless": "the setting names another engine; it is mended "
-    "by another setting, and a restart",
-    "own_server.OwnServer._warned": "the log has it once",
-    "own_server.OwnRequest._cancelled": "a request that was cancelled has ended",
-    "engines.VllmEngine.ready": "it has been up once; `down` says whether it is",
-    "receiving.PromptReceive._begun": "a prompt is received once",
-    "sending.PromptSend.finished": "what was finished is complete",
-    "sending.PromptSend._begun": "a prompt is sent once",
-}
-# What is given up, paused or degraded, and the test that shows how that ends.
-CLEARED: Final = {
-    "a lane that a peer has refused often": (
-        "tests/driver/lanes/test_setup.py",
-        "test_a_peer_that_has_refused_often_may_take_a_lane_later",
-    ),
-    "a lane that cannot be opened here": (
-        "tests/driver/lanes/test_setup.py",
-        "test_what_fails_on_this_side_is_tried_until_it_works",
-    ),
-    "a peer that is away": (
-        "tests/endpoint/test_reconnect.py",
-        "test_a_peer_that_is_back_in_time_goes_on",
-    ),
-    "a peer for which another process answered": (
-        "tests/endpoint/test_reconnect.py",
-        "test_a_transfer_finds_its_peer_again_behind_a_balancer",
-    ),
-    "a listener without descriptors": (
-        "tests/fault/test_descriptors_short.py",
-        "test_a_listener_accepts_again",
-    ),
-    "backends that were not found": (
-        "tests/fault/test_descriptors_short.py",
-        "test_backends_are_found_when_there_are_descriptors_again",
-    ),
-    "a store server that is away": (
-        "packages/store/tests/server/test_host_windows.py",
-        "test_a_killed_server_is_missed_and_found_again",
-    ),
-    "a disk that is full": (
-        "packages/store/tests/tiers/test_disk.py",
-        "test_a_disk_that_is_full_takes_blocks_again_when_it_has_room",
-    ),
-    "a service that is away": (
-        "packages/store/tests/tiers/test_values.py",
-        "test_it_is_asked_again_whatever_its_client_raises",
-    ),
-    "a Redis that refuses writes, and the reason that /health shows": (
-        "tests/directory/test_redis_servers.py",
-        "test_a_server_that_refuses_writes_is_read",
-    ),
-    "an engine that has failed": (
-        "packages/vllm/tests/test_tries.py",
-        "test_when_an_engine_that_has_failed_may_be_asked_again",
-    ),
-    "an engine that was drained, and restarted": (
-        "packages/vllm/tests/test_engines_found.py",
-        "test_an_engine_is_killed_and_started_again",
-    ),
-}
-
 
 def test_what_is_set_and_never_cleared_has_its_reason() -> None:
+    # An object that has ended does not begin again; another one takes its place.
+    ended = ("aborted", "closed", "closing", "ended", "ending", "gone", "over")
+    ends = {"stopped", "_stopped", *ended, *(f"_{word}" for word in ended)}
+    # The others, each with the reason why it stays.
+    stay = {
+        "aio.Opening._begun": "an opening is entered once; another call makes another",
+        "selection.Selection._carries": "the settings allow it, and they do not change",
+        "members.Members.doubts": "its directory clears it when all are read",
+        "state.LaneSet.initial_set_done": "a connection chooses its transport once",
+        "io_thread.IOThread._begun": "a thread starts once",
+        "lanes.LaneTable.initial_set_done": "a connection chooses its transport once",
+        "messages.Messages._refusing": "its connection is closing",
+        "leg.Leg.planned": "the same two ends have the same plan on every link",
+        "ready_log.ReadyLog.finished": "what was finished is complete",
+        "ready_log.ReadyLog.woken": "the loop clears it when it reads the log",
+        "transfer.Transfer._is_drained": "nothing touches memory that has drained",
+        "faults.FaultyPipe._stalled": "a planned fault, for tests",
+        "pipe.InprocPipe._finishing": "its sender has ended",
+        "pipe.InprocPipe._retired": "its receiver has ended",
+        "driver.NixlDriver._made": "an agent is made once",
+        "driver.NixlDriver._joined": "a peer's agent is loaded once, for its lane",
+        "lane.NixlLane._started": "a lane starts once",
+        "duplex.Duplex._started": "a stream starts once",
+        "duplex.Duplex._end_of_stream": "nothing comes after the end of a stream",
+        "duplex.Duplex._shut": "nothing is sent after the end of a stream",
+        "lane.TcpLane._joined": "its socket has arrived; another lane has its own",
+        "link.TcpLink._watching": "its socket is watched until the link ends",
+        "tls_wire.TlsWire.opened": "a handshake is made once",
+        "tls_wire.TlsWire._end_sent": "nothing is sent after the end of a stream",
+        "lane.UcxLane._given": "its half of a lane was given away, once",
+        "lane.UcxLane._peer_has_left": "a peer that has left its lane does not return",
+        "worker.UcxEndpoint.failed": "UCX has closed it; another lane has its own",
+        "command._Progress.interrupted": "its run ends",
+        "sides.LinkSide.begun": "a side of a case begins once",
+        "sides.LaneSide.begun": "a side of a case begins once",
+        "server.StoreServer._entered": "a server is entered once",
+        "own_server.OwnServer.useless": "the setting names another engine",
+        "own_server.OwnServer._warned": "the log has it once",
+        "own_server.OwnRequest._cancelled": "a request that was cancelled has ended",
+        "engines.VllmEngine.ready": "it has been up once; `down` says whether it is",
+        "receiving.PromptReceive._begun": "a prompt is received once",
+        "sending.PromptSend.finished": "what was finished is complete",
+        "sending.PromptSend._begun": "a prompt is sent once",
+    }
     found = set[str]()
     tops = [ROOT / "kvwire", ROOT / "backends", *ROOT.glob("packages/*/kvwire_*")]
     for path in (file for top in tops for file in top.rglob("*.py")):
         for each in ast.walk(ast.parse(path.read_text())):
             if isinstance(each, ast.ClassDef):
-                kept = latches(each) - ENDS
+                kept = latches(each) - ends
                 found |= {f"{path.stem}.{each.name}.{name}" for name in kept}
-    new = found - STAY.keys()
+    new = found - stay.keys()
     assert not new, "clear it, and show that by a test, or say why it stays"
-    assert not STAY.keys() - found, "these are cleared now, or have gone"
+    assert not stay.keys() - found, "these are cleared now, or have gone"
 
 
 def latches(of: ast.ClassDef) -> set[str]:
@@ -152,7 +95,71 @@ def latches(of: ast.ClassDef) -> set[str]:
     return {name for name, found in values.items() if found == {True}}
 
 
-@pytest.mark.parametrize("state", CLEARED)
-def test_what_is_given_up_has_a_test_of_its_return(state: str) -> None:
-    path, name = CLEARED[state]
-    assert f"def {name}(" in (ROOT / Path(path)).read_text()
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        # a lane that a peer has refused often
+        (
+            "tests/driver/lanes/test_setup.py",
+            "test_a_peer_that_has_refused_often_may_take_a_lane_later",
+        ),
+        # a lane that cannot be opened here
+        (
+            "tests/driver/lanes/test_setup.py",
+            "test_what_fails_on_this_side_is_tried_until_it_works",
+        ),
+        # a peer that is away
+        (
+            "tests/endpoint/test_reconnect.py",
+            "test_a_peer_that_is_back_in_time_goes_on",
+        ),
+        # a peer for which another process answered
+        (
+            "tests/endpoint/test_reconnect.py",
+            "test_a_transfer_finds_its_peer_again_behind_a_balancer",
+        ),
+        # a listener without descriptors
+        (
+            "tests/fault/test_descriptors_short.py",
+            "test_a_listener_accepts_again",
+        ),
+        # backends that were not found
+        (
+            "tests/fault/test_descriptors_short.py",
+            "test_backends_are_found_when_there_are_descriptors_again",
+        ),
+        # a store server that is away
+        (
+            "packages/store/tests/server/test_host_windows.py",
+            "test_a_killed_server_is_missed_and_found_again",
+        ),
+        # a disk that is full
+        (
+            "packages/store/tests/tiers/test_disk.py",
+            "test_a_disk_that_is_full_takes_blocks_again_when_it_has_room",
+        ),
+        # a service that is away
+        (
+            "packages/store/tests/tiers/test_values.py",
+            "test_it_is_asked_again_whatever_its_client_raises",
+        ),
+        # a Redis that refuses writes, and the reason that /health shows
+        (
+            "tests/directory/test_redis_servers.py",
+            "test_a_server_that_refuses_writes_is_read",
+        ),
+        # an engine that has failed
+        (
+            "packages/vllm/tests/test_tries.py",
+            "test_when_an_engine_that_has_failed_may_be_asked_again",
+        ),
+        # an engine that was drained, and restarted
+        (
+            "packages/vllm/tests/test_engines_found.py",
+            "test_an_engine_is_killed_and_started_again",
+        ),
+    ],
+)
+def test_what_is_given_up_has_a_test_of_its_return(path: str, name: str) -> None:
+    """What is given up, paused or degraded ends, as the test of this name shows."""
+    assert f"def {name}(" in (ROOT / path).read_text()

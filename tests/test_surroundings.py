@@ -8,13 +8,60 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from tests.support.runs import python
 
-PROGRAM: Final = """\
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    list(
+        {
+            "as it is": {},
+            "without asserts": {"options": ["-OO"]},
+            "development mode": {"options": ["-X", "dev", "-W", "error"]},
+            "isolated": {"options": ["-I"]},
+            "no UTF-8": {
+                "options": ["-X", "utf8=0"],
+                "variables": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+            },
+            "a time zone": {"variables": {"TZ": "Asia/Kathmandu"}},
+            "no home": {"variables": {"HOME": "/nonexistent", "XDG_CACHE_HOME": ""}},
+            "a working directory that has gone": {
+                "before": "gone = sys.argv[1] + '/gone'\n"
+                "os.mkdir(gone); os.chdir(gone); os.rmdir(gone)"
+            },
+            "few descriptors": {
+                "before": "import resource\n"
+                "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+            },
+            "no standard streams": {
+                "before": "os.dup2(1, 3); [os.close(n) for n in (0, 1)]"
+            },
+            "a strict mask of files": {"before": "os.umask(0o277)"},
+            "no memory to share": {
+                "before": "import errno\ndef refused(*_, **__):\n"
+                "    raise OSError(errno.EPERM, 'Operation not permitted')\n"
+                "os.memfd_create = refused"
+            },
+            "a full default executor": {
+                "inside": """\
+asyncio.get_running_loop().set_default_executor(
+        __import__("concurrent.futures").futures.ThreadPoolExecutor(1))
+    asyncio.get_running_loop().run_in_executor(None, __import__("time").sleep, 2)"""
+            },
+            "one thread that switches all the time": {
+                "before": "sys.setswitchinterval(1e-6)"
+            },
+            "IPv6 alone": {"variables": {"AT": "[::1]"}},
+        }.items()
+    ),
+)
+def test_a_transfer_and_a_store(name: str, row: dict[str, Any], tmp_path: Path) -> None:
+    """What runs before the imports or inside, options of Python, and variables."""
+    template = """\
 import asyncio, os, sys
 {before}
 import numpy as np
@@ -59,49 +106,9 @@ async def main():
 asyncio.run(main())
 os.write(3 if {closed} else 1, b"well\\n")
 """
-FULL: Final = """
-asyncio.get_running_loop().set_default_executor(
-        __import__("concurrent.futures").futures.ThreadPoolExecutor(1))
-    asyncio.get_running_loop().run_in_executor(None, __import__("time").sleep, 2)"""
-# Name: what runs before the imports, options of Python, and variables.
-ROWS: Final[dict[str, dict[str, Any]]] = {
-    "as it is": {},
-    "without asserts": {"options": ["-OO"]},
-    "development mode": {"options": ["-X", "dev", "-W", "error"]},
-    "isolated": {"options": ["-I"]},
-    "no UTF-8": {
-        "options": ["-X", "utf8=0"],
-        "variables": {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
-    },
-    "a time zone": {"variables": {"TZ": "Asia/Kathmandu"}},
-    "no home": {"variables": {"HOME": "/nonexistent", "XDG_CACHE_HOME": ""}},
-    "a working directory that has gone": {
-        "before": "os.mkdir(sys.argv[1] + '/gone'); os.chdir(sys.argv[1] + '/gone')\n"
-        "os.rmdir(sys.argv[1] + '/gone')"
-    },
-    "few descriptors": {
-        "before": "import resource\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
-    },
-    "no standard streams": {"before": "os.dup2(1, 3); [os.close(n) for n in (0, 1)]"},
-    "a strict mask of files": {"before": "os.umask(0o277)"},
-    "no memory to share": {
-        "before": "import errno\ndef refused(*_, **__):\n"
-        "    raise OSError(errno.EPERM, 'Operation not permitted')\n"
-        "os.memfd_create = refused"
-    },
-    "a full default executor": {"inside": FULL.strip()},
-    "one thread that switches all the time": {"before": "sys.setswitchinterval(1e-6)"},
-    "IPv6 alone": {"variables": {"AT": "[::1]"}},
-}
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_transfer_and_a_store(name: str, tmp_path: Path) -> None:
-    row = ROWS[name]
     if "IPv6" in name and not Path("/proc/net/if_inet6").exists():
         pytest.skip("this machine has no IPv6")
-    text = PROGRAM.format(
+    text = template.format(
         before=row.get("before", ""),
         inside=row.get("inside", "pass"),
         closed="standard streams" in name,

@@ -132,8 +132,7 @@ class Generations:
         with self._lock:
             if fresh is None:
                 fresh = self._draw(places.size)
-            if fresh.nbytes != places.nbytes:
-                raise _other_counts(fresh, places)
+            _require_one_each(fresh, places)
             if renew_compiled is not None:
                 beyond = renew_compiled.held(
                     self.address,
@@ -164,8 +163,7 @@ class Generations:
             ValueError: There are more or fewer generations than blocks.
         """
         places = _places(ids)
-        if generations.nbytes != places.nbytes:
-            raise _other_counts(generations, places)
+        _require_one_each(generations, places)
         if same_compiled is None:
             self._fence()
             same = places < self._count
@@ -229,9 +227,12 @@ def require_order() -> None:
         )
 
 
-def _other_counts(numbers: Array, places: Array) -> ValueError:
-    """Return the error for columns that a compiled function would read beyond."""
-    return ValueError(f"{numbers.nbytes} bytes of generations of {places.size} blocks")
+def _require_one_each(numbers: Array, places: Array) -> None:
+    """Refuse columns that a compiled function would read beyond."""
+    if numbers.nbytes != places.nbytes:
+        raise ValueError(
+            f"{numbers.nbytes} bytes of generations of {places.size} blocks"
+        )
 
 
 def _places(ids: Ids) -> Array:
