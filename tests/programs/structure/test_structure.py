@@ -102,4 +102,6 @@ class Life(RuleBasedStateMachine):
     assert name == "tests/wire"
     assert (found[name].lines, found[name].inside, found[name].tests) == (13, 7, 3)
     assert (found[name].around, found[name].classes) == (6, 1)
+    assert scaffolding.above({"tests/wire": found[name]}) == []
+    found[name].inside = 0
     assert scaffolding.above({"tests/new": found[name]})
