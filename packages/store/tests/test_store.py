@@ -509,3 +509,45 @@ async def test_memory_beyond_its_container_is_refused_and_too_much_is_said(
     async with BlockStore.open([f"memory:5MiB?populate={populate}"]):
         (message,) = caplog.messages
         assert "less than 4 MiB" in message
+
+
+@pytest.mark.parametrize("slab", ["", "?slab=4KiB", "?slab=64KiB", "?slab=1MiB"])
+@pytest.mark.parametrize("size", ["1MiB", "8MiB", "1GiB", "2GiB"])
+@pytest.mark.parametrize("quota", ["0", "4095", "4KiB", "1MiB", "1GiB", "8TiB"])
+async def test_sizes_of_memory_slabs_and_quotas_are_used(
+    size: str, slab: str, quota: str
+) -> None:
+    """A quota has room for a block of 4 KiB, or says when the store opens, or then."""
+    source, target = Filled(1, seed=1), Filled(1)
+    tiers, tenants = [f"memory:{size}{slab}"], [f"a?quota={quota}"]
+    if quota in ("0", "4095"):
+        with pytest.raises(UsageError, match=f"quota={quota}.*4096 to"):
+            await BlockStore.open(tiers, tenants=tenants)
+        return
+    async with BlockStore.open(tiers, tenants=tenants) as store:
+        put = await store.put(chain(1), source.cache, [0], tenant="a")
+        got = await store.get(chain(1), target.cache, [0], tenant="a")
+        assert put.complete == got.complete == (quota != "4KiB")
+        said = "a block of 512 bytes, which takes 4096, is more than half"
+        assert put.complete or said in str(put.missing.reasons)
+
+
+@pytest.mark.parametrize("berth_bytes", [1, 511, 512, 4096, 1 << 20, 1 << 28])
+@pytest.mark.parametrize("berths", [1, 2])
+async def test_sizes_of_berths_are_used(berth_bytes: int, berths: int) -> None:
+    source, target = Filled(4, seed=1), Filled(4)
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(
+            store, "127.0.0.1:0", berths=berths, berth_bytes=berth_bytes
+        ) as server,
+        BlockStore.open(
+            ["memory:64KiB", f"kvwire://127.0.0.1:{server.address.port}"]
+        ) as client,
+    ):
+        put = await client.put(chain(4), source.cache, range(4))
+        await inside.tiers(client).memory.empty()
+        got = await client.get(chain(4), target.cache, range(4))
+        assert put.complete == got.complete == (berth_bytes >= 512)
+        if not put.complete:
+            assert "a block of 512 bytes is more" in str(put.missing.reasons)

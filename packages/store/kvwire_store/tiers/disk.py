@@ -230,8 +230,9 @@ class DiskTier(CodedTier):
             return ""
         if self._slabs.capacity(nbytes):
             return (
-                f"a block of {nbytes} bytes is more than half of the quota that tenant "
-                f"{namespace.tenant} has on this disk"
+                f"a block of {nbytes} bytes, which takes {rounded(nbytes)}, is more "
+                f"than half of the quota that tenant {namespace.tenant} has on this "
+                f"disk"
             )
         return (
             f"a block of {nbytes} bytes has no room in a slab of "

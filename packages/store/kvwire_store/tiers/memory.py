@@ -145,8 +145,8 @@ class MemoryTier:
         slab_bytes = self.index.slabs.slab_bytes
         if nbytes <= slab_bytes:
             return (
-                f"a block of {nbytes} bytes is more than half of what its tenant may "
-                f"have in memory"
+                f"a block of {nbytes} bytes, which takes {rounded(nbytes)}, is more "
+                "than half of what its tenant may have in memory"
             )
         return (
             f"a block of {nbytes} bytes has no room in a slab of {slab_bytes} bytes of "
