@@ -23,7 +23,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import (
-    TYPE_CHECKING,
     Any,
     ClassVar,
     Final,
@@ -488,6 +487,39 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
+def unusable(
+    remedy: str, *special: str, result: type = object
+) -> Callable[[type[T]], type[T]]:
+    """Decorate a class so that a use that Python cannot do names what to write instead.
+
+    Args:
+        remedy: What to write, such as ``"write `async for`"``.
+        special: The special methods that Python calls in such a use.
+        result: The class of the object that an await returns. Its names are refused,
+            because a use of them on this object lacks the await.
+    """
+    names = {name for name in dir(result) if not name.startswith("_")}
+
+    def decorate(cls: type[T]) -> type[T]:
+        def refuse(self: T, *_: object) -> NoReturn:
+            raise UsageError(f"{type(self).__name__}: {remedy}")
+
+        def missing(self: T, name: str) -> NoReturn:
+            if name in names:
+                raise UsageError(f"{name}: {remedy}")
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(text, name=name, obj=self)
+
+        # Set here, so that type checkers still see that the class has none of these.
+        for name in special:
+            setattr(cls, name, refuse)
+        if names:
+            cls.__getattr__ = missing  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
 class AsyncWith(Uncopied):
     """Base class that raises a helpful error for a plain ``with``."""
 
@@ -529,9 +561,8 @@ class Closing(AsyncWith):
 
 
 class Opening(AsyncWith):
-    """Base class that raises a helpful error if an object is used too early."""
+    """Base class of what opens an object once, when it is awaited or entered."""
 
-    _opens: ClassVar[type]
     _begun: bool = False
 
     def _begin(self) -> None:
@@ -542,13 +573,3 @@ class Opening(AsyncWith):
                 "returned, or call it again for a new one"
             )
         self._begun = True
-
-    if not TYPE_CHECKING:  # hasattr() would otherwise find every name
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_") or not hasattr(self._opens, name):
-                raise AttributeError(f"{self._made_by} has no {name!r}")
-            raise UsageError(
-                f"{name}: it is not open yet: `it = await {self._made_by}(...)`, or "
-                f"`async with {self._made_by}(...) as it`"
-            )

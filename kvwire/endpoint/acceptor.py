@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final
 
-from kvwire.aio import start_task, yields_before_raising
+from kvwire.aio import start_task, unusable, yields_before_raising
 from kvwire.backend import Backend, LaneArrived, Link, Listener
 from kvwire.backend.selection import crosses_hosts
 from kvwire.driver.handshake import HandshakeDriver
@@ -203,6 +203,7 @@ class Acceptor:
         return ""
 
 
+@unusable("write `async for connection in comm.connections()`", "__iter__", "__next__")
 class AcceptQueue(AsyncIterator[Connection]):
     """Holds inbound connections until they are accepted; iterate it to accept them.
 

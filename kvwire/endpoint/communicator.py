@@ -23,6 +23,7 @@ from kvwire.aio import (
     Opening,
     at_most,
     run_to_completion,
+    unusable,
     yields_before_raising,
 )
 from kvwire.backend.selection import check_transports, offered
@@ -609,6 +610,11 @@ class Communicator(AsyncWith):
             await listener.close()
 
 
+@unusable(
+    "it is not open yet: `it = await kvwire.open(...)`, or "
+    "`async with kvwire.open(...) as it`",
+    result=Communicator,
+)
 class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and reads as a call
     """Open a communicator: ``await kvwire.open(...)``, or ``async with``.
 
@@ -627,7 +633,6 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
     """
 
     _made_by = "kvwire.open"
-    _opens = Communicator
 
     def __init__(
         self,

@@ -106,7 +106,11 @@ class Peer(Closing):
         self._peers = peers
         self._where = where
         self._selector = Selector.parse(where) if "=" in where else None
-        self._address = None if self._selector else Address.parse(where)
+        try:
+            self._address = None if self._selector else Address.parse(where)
+        except UsageError as exc:
+            remedy = 'a peer is "host:port", or a selector such as "role=decode"'
+            raise UsageError(f"{exc}; {remedy}") from None
         self._own_key = links.identity.incarnation.hex()
         self._closed = False
         self._last: Connection | None = None

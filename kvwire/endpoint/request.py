@@ -20,7 +20,7 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvwire.aio import LoopThread, running_loop
+from kvwire.aio import LoopThread, running_loop, unusable
 from kvwire.backend import Payload
 from kvwire.errors import KVWireError, again
 from kvwire.memory.device.ops import Event
@@ -31,6 +31,15 @@ from kvwire.types import Uncopied
 T = TypeVar("T")
 
 
+@unusable(
+    "await the request first, as in `data = await conn.recv(1)`",
+    "__bytes__",
+    "__buffer__",
+    "__getitem__",
+    "__len__",
+    "__int__",
+    result=bytearray,
+)
 class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
     """Represents one running send, recv, put or get. Await it for its result.
 

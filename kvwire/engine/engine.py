@@ -18,6 +18,7 @@ from collections.abc import Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar, Unpack
 
+from kvwire.aio import unusable
 from kvwire.config import Config, ConfigOptions
 from kvwire.directory import Record
 from kvwire.endpoint.communicator import Communicator
@@ -38,6 +39,11 @@ T = TypeVar("T")
 _CLOSE_SLACK_S: Final = 30.0
 
 
+@unusable(
+    "write `with kvwire.Engine()`, without async; coroutines use kvwire.open",
+    "__aenter__",
+    "__aexit__",
+)
 class Engine(Uncopied):
     """Runs a communicator on its own thread; any thread may call it.
 

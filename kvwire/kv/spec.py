@@ -198,6 +198,10 @@ class KVSpec:
         mine = self._geometry()
         theirs = peer._geometry()
         here, there = sides
+        if "codec=" in self.fingerprint + peer.fingerprint and "fingerprint" in fields:
+            # A codec changes sizes and types as well, which are no cause of their own.
+            fields = ("fingerprint",)
+            where = f"pass the same codec= at both ends: {where}"
         pairs = [f"{f} is {mine[f]!r} {here} and {theirs[f]!r} {there}" for f in fields]
         raise ProfileMismatch(
             f"{where} differs in {', '.join(fields)}: {'; '.join(pairs)}",

@@ -397,7 +397,7 @@ class Messages:
             request = self._unpost(tag)
             fits = waiting.nbytes <= request.nbytes
             if not fits and request.buffer is not None:
-                end = "it waits for a larger buffer"
+                end = "it waits for a larger buffer, or a receive without `into`"
                 self._requests.fail(request, _too_large(waiting, request, end))
                 continue
             del queue[waiting]

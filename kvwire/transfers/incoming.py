@@ -13,7 +13,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from kvwire.aio import FORKED, AsyncWith, running_loop
+from kvwire.aio import FORKED, AsyncWith, running_loop, unusable
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionClosed,
@@ -502,6 +502,7 @@ def _not_landed(layer: int, outcome: Outcome, error: KVWireError) -> KVWireError
     return again(error)
 
 
+@unusable("await it first: `outcome = await joined`", result=Outcome)
 class Joined(AsyncWith):
     """Joins several incoming transfers of the same blocks. Created by :func:`join`.
 

@@ -16,7 +16,14 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from kvwire.aio import AsyncWith, LoopThread, absolute, running_loop, seconds_of
+from kvwire.aio import (
+    AsyncWith,
+    LoopThread,
+    absolute,
+    running_loop,
+    seconds_of,
+    unusable,
+)
 from kvwire.backend import Payload
 from kvwire.errors import (
     DeadlineExceeded,
@@ -112,6 +119,7 @@ class TransferView(NamedTuple):
     progress: Progress
 
 
+@unusable("await the transfer first: `outcome = await transfer`", result=Outcome)
 class Transfer(AsyncWith):
     """The methods that both ends of a transfer share."""
 

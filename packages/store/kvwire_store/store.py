@@ -27,6 +27,7 @@ from kvwire.aio import (
     Opening,
     run_to_completion,
     start_task,
+    unusable,
     yields_before_raising,
 )
 from kvwire.errors import KVWireError, UsageError, nearest, with_remedy
@@ -593,11 +594,15 @@ def access_to(store: BlockStore) -> StoreAccess:
     )
 
 
+@unusable(
+    "it is not open yet: `it = await kvwire_store.BlockStore.open(...)`, or `async "
+    "with kvwire_store.BlockStore.open(...) as it`",
+    result=BlockStore,
+)
 class OpeningStore(Opening):
     """Opens a store: await it, or use it as ``async with``."""
 
     _made_by = "kvwire_store.BlockStore.open"
-    _opens = BlockStore
 
     def __init__(
         self,
