@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import builtins
 import inspect
 import re
 from pathlib import Path
@@ -58,6 +59,31 @@ async def test_a_wrong_use_is_told(row: Row, tmp_path: Path) -> None:
     assert row.words in words
 
 
+async def test_a_message_that_does_not_fit_says_how_to_receive_it(
+    tmp_path: Path,
+) -> None:
+    async with things(tmp_path) as there:
+        await there.back.send(1, bytes(100))
+        with pytest.raises(kvwire.MessageTooLarge, match="a receive without `into`"):
+            await there.conn.recv(1, into=bytearray(10))
+        assert await there.conn.recv(1) == bytes(100)
+
+
+async def test_a_codec_at_one_end_is_named_as_the_reason(tmp_path: Path) -> None:
+    async with things(tmp_path) as there:
+        there.b.publish("x", there.kv, [0], codec="int8")
+        outcome = await there.conn.pull("x", there.kv, [0])
+        assert "pass the same codec= at both ends" in outcome.missing.reasons[0]
+        assert "head_dim" not in outcome.missing.reasons[0]
+
+
+async def test_async_with_an_engine_names_the_other_two_ways() -> None:
+    told = pytest.raises(kvwire.UsageError, match=r"`with kvwire\.Engine\(\)`")
+    with kvwire.Engine() as engine, told:
+        async with engine:  # type: ignore[attr-defined]
+            pass
+
+
 def test_the_rows_are_all_there_and_different() -> None:
     uses = [row.use for row in ROWS]
     # One that is written in another way would be none, and not be done.
@@ -83,6 +109,8 @@ def _value(node: ast.expr, t: Things) -> Any:
         case ast.Name(id=name):
             if name in NAMES:
                 return NAMES[name](t)
+            if hasattr(builtins, name) and not hasattr(kvwire, name):
+                return getattr(builtins, name)
             stored = name in kvwire_store.__all__
             return getattr(kvwire_store if stored else kvwire, name)
         case ast.Attribute(value=inner, attr=name):

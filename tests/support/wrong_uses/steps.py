@@ -46,22 +46,6 @@ async def _other_model(t: Things) -> Any:
     return await t.conn.pull("x", t.kv, [0])
 
 
-async def _too_small(t: Things) -> None:
-    await t.back.send(1, bytes(100))
-    await t.conn.recv(1, into=bytearray(10))
-
-
-async def _one_codec(t: Things) -> Any:
-    t.b.publish("x", t.kv, [0], codec="int8")
-    return await t.conn.pull("x", t.kv, [0])
-
-
-async def _engine_async() -> None:
-    with kvwire.Engine() as engine:
-        async with engine:  # type: ignore[attr-defined]
-            pass
-
-
 async def _request_elsewhere(t: Things) -> object:
     request = t.conn.recv(1)
 
@@ -248,14 +232,6 @@ STEPS: Final[dict[str, Step]] = {
     "await kvwire.open(), twice the same": _opened_twice,
     "comm.connect, after close": _after_close,
     "conn.send, after close": _send_after_close,
-    "bytes(conn.recv(1))": lambda t: bytes(t.conn.recv(1)),
-    "conn.recv(1)[0]": lambda t: t.conn.recv(1)[0],
-    "len(conn.recv(1))": lambda t: len(t.conn.recv(1)),
-    "list(comm.connections())": lambda t: list(t.a.connections()),
-    "next(comm.connections())": lambda t: next(t.a.connections()),
-    "async with kvwire.Engine()": lambda _: _engine_async(),
-    "a message larger than the memory of into": _too_small,
-    "codec= at one end only": _one_codec,
     "engine.connect, from its own thread": lambda t: asyncio.to_thread(_engine_inside),
     "engine.connect, after close": lambda t: asyncio.to_thread(_engine_closed),
     "a store address where no store server is": _no_store,
