@@ -5,13 +5,11 @@ Needs torch, transformers and mlx_lm; `make test-torch` installs them.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import signal
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
+import httpx
 import pytest
 
 from tests.support.runs import Beside, beside
@@ -32,17 +30,12 @@ async def answers(engine: str, folder: Path, *prompts: str) -> list[dict[str, An
     async with beside("examples/engine_server.py", *arguments, kind=Beside) as server:
         assert await server.line() == f"{engine} answers"
         for prompt in prompts:
-            asked = json.dumps({"prompt": prompt, "new": 24}).encode()
-            url = f"http://127.0.0.1:{port}/"
-            found.append(json.loads(await asyncio.to_thread(fetched, url, asked)))
+            asked = {"prompt": prompt, "new": 24}
+            async with httpx.AsyncClient(timeout=60) as client:
+                reply = await client.post(f"http://127.0.0.1:{port}/", json=asked)
+            found.append(reply.json())
         server.signal(signal.SIGKILL)
     return found
-
-
-def fetched(url: str, body: bytes) -> bytes:
-    with urlopen(url, body) as reply:
-        text: bytes = reply.read()
-    return text
 
 
 async def test_a_conversation_goes_on_in_the_other_engine(tmp_path: Path) -> None:
