@@ -44,7 +44,9 @@ app: App = App(
 app.command(keygen)
 app.register_install_completion_command(
     "--install-completion",
-    help="Install completion of commands and options for this shell.",
+    # A shell's own files, such as ~/.bashrc, are the user's to change.
+    add_to_startup=False,
+    help="Write completion of commands and options for this shell into a file.",
 )
 app.command(
     "kvwire.cli.bench.command:app",

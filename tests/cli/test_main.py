@@ -144,6 +144,36 @@ def test_an_unknown_command_is_called_wrong(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("config --nope", '"--nope"'),
+        ("doctor --peer x", "has no port"),
+        ("top nohost", "nohost: No such file"),
+        ("trace /nope", "/nope: No such file"),
+        ("keygen", "FILE requires"),
+        ("keygen /nope/x", "/nope/x: No such file"),
+        ("bench ops --size 7", "--size"),
+        ("bench ops --transport nope", "nope"),
+        ("bench fragments --rounds -1", "--rounds"),
+        ("bench messages --loop nope", "--loop"),
+        ("directory list", 'Did you mean "ls"'),
+        ("directory ls --directory nope://x", "nope"),
+        ("store serve --listen x", "--tier requires"),
+        ("store delete 127.0.0.1:1 zz", "zz"),
+        ("certify nope", "'nope'"),
+        ("certify tier nope", "nope"),
+    ],
+)
+def test_wrong_arguments_are_told_by_name_without_a_traceback(
+    arguments: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == CALLED_WRONG
+    error = capfd.readouterr().err
+    assert said in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
     ("error", "status"),
     [
         (kvwire.UsageError("x=1: use x=2"), CALLED_WRONG),
@@ -331,7 +361,11 @@ def test_completion_is_installed(
     shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
+    startup = [tmp_path / name for name in (".bashrc", ".zshrc", ".profile")]
+    for file in startup:
+        file.write_text("mine\n")
     to = tmp_path / "completion"
     command = ["--install-completion", "--shell", shell, "--output", str(to)]
     assert main(command) == 0
     assert "doctor" in to.read_text()
+    assert [file.read_text() for file in startup] == ["mine\n"] * 3
