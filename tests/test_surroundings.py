@@ -49,8 +49,8 @@ from tests.support.runs import python
             "a full default executor": {
                 "inside": """\
 asyncio.get_running_loop().set_default_executor(
-        __import__("concurrent.futures").futures.ThreadPoolExecutor(1))
-    asyncio.get_running_loop().run_in_executor(None, __import__("time").sleep, 2)"""
+        concurrent.futures.ThreadPoolExecutor(1))
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 2)"""
             },
             "one thread that switches all the time": {
                 "before": "sys.setswitchinterval(1e-6)"
@@ -62,7 +62,7 @@ asyncio.get_running_loop().set_default_executor(
 def test_a_transfer_and_a_store(name: str, row: dict[str, Any], tmp_path: Path) -> None:
     """What runs before the imports or inside, options of Python, and variables."""
     template = """\
-import asyncio, os, sys
+import asyncio, concurrent.futures, os, sys, time
 {before}
 import numpy as np
 import kvwire
