@@ -401,6 +401,36 @@ async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
         errors.clear()
 
 
+class TurnBudget:
+    """Bounds the copying in one turn of the loop by calls that complete at once.
+
+    Awaiting a complete call does not let the loop run. So the calls that exceed the
+    budget complete in the loop's next turn, and tasks that call in sequence take turns.
+
+    Args:
+        nbytes: The most bytes of a turn.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._spent = 0
+
+    def spend(self, nbytes: int) -> bool:
+        """Count the bytes of a call; return whether the budget still covers it.
+
+        The first call of a turn is always covered.
+        """
+        first = not self._spent
+        self._spent += nbytes
+        if first:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._renew, context=contextvars.Context())
+        return first or self._spent <= self._nbytes
+
+    def _renew(self) -> None:
+        self._spent = 0
+
+
 class LoopThread:
     """The loop that an object belongs to, with the loop's thread and process.
 

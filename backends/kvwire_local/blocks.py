@@ -101,7 +101,7 @@ class WindowBlocks(ABC):
     way: str
     """The name of this way of reading, for reports."""
     turn_bytes: int
-    """The most bytes that take no more than about 2 ms."""
+    """The most bytes that take no more than about 0.2 ms."""
     immediate: bool = True
     """Whether ``read`` returns bits instead of a future."""
     memory_kind: MemoryKind = MemoryKind.HOST
@@ -145,7 +145,7 @@ class MappedBlocks(WindowBlocks):
     """
 
     way = "mapped"
-    turn_bytes = 16 * MIB
+    turn_bytes = 2 * MIB
 
     def __init__(
         self, memory: WindowMemory, arenas: Sequence[MappedArena], pid: int
@@ -234,7 +234,7 @@ class ProcessBlocks(WindowBlocks):
     """
 
     way = "process_vm_readv"
-    turn_bytes = 8 * MIB
+    turn_bytes = 1 * MIB
 
     def __init__(self, memory: WindowMemory, peer: PeerMemory) -> None:
         if process_compiled is None:

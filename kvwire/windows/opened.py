@@ -11,7 +11,7 @@ import logging
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from kvwire.aio import start_task
+from kvwire.aio import TurnBudget, start_task
 from kvwire.backend.window import WindowMemory, WindowReader
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneEndpoint, LaneState
@@ -51,7 +51,7 @@ class OpenedWindow:
             messages.
         prepared: Done once ``reader`` is ready or has failed; None if there is no lane.
         gone: The reason why it can no longer be read, or "".
-        held_bytes: The bytes read in place since a read last let the loop run, plus a
+        turn: Bounds the bytes that are read in place in one turn of the loop, with a
             fixed amount per read.
     """
 
@@ -74,7 +74,7 @@ class OpenedWindow:
         self._under_way: set[asyncio.Future[Any]] = set()
         self.memory: tuple[WindowMemory, tuple[PeerGroup, ...]] | None = None
         self.gone: str = ""
-        self.held_bytes: int = 0
+        self.turn: TurnBudget = TurnBudget(WindowReader.turn_bytes)
         self._views: WeakKeyDictionary[PagedCache, WindowView] = WeakKeyDictionary()
         self._numbers: dict[bytes, int] = {}  # bounded: WINDOW_VIEWS_MAX
 
@@ -151,6 +151,7 @@ class OpenedWindow:
         else:
             if self._coming is coming:
                 self.reader = coming
+                self.turn = TurnBudget(coming.turn_bytes)
                 self._coming = None
 
     def lost(self, reader: WindowReader, error: KVWireError) -> None:

@@ -191,12 +191,7 @@ class Reading:
             else:
                 self._known().note(np.arange(landed.size), landed, _WITHDRAWN)
                 outcome = self.outcome()
-            opened.held_bytes += nbytes + _READ_BYTES
-            if opened.held_bytes > reader.turn_bytes:
-                # Awaiting a complete request does not let the loop run. This read
-                # completes in the loop's next turn, so that consecutive reads do not
-                # block it for long.
-                opened.held_bytes = 0
+            if not opened.turn.spend(nbytes + _READ_BYTES):
                 self._loop.call_soon(self.complete, outcome)
                 return None
             return outcome

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,23 @@ async def test_many_in_one_turn(pair: Pair) -> None:
     assert [outcome.complete for outcome in outcomes] == [n != 5 for n in range(16)]
     assert arrived(SOURCE, range(5), target, range(15, 10, -1))
     assert arrived(SOURCE, range(6, 16), target, range(9, -1, -1))
+
+
+async def test_tasks_that_get_in_sequence_take_turns(pair: Pair) -> None:
+    """Gets that complete at once hold the loop for a few blocks only."""
+    window, remote = await opened(pair)
+    ticket = window.offer([0])
+    order: list[int] = []
+
+    async def reads(number: int) -> None:
+        target = Filled(1)
+        for _ in range(40):
+            assert (await remote.get(ticket, into=target.cache, blocks=[0])).complete
+            order.append(number)
+
+    await asyncio.gather(*(reads(number) for number in range(4)))
+    assert len(order) == 160
+    assert max(len(list(run)) for _, run in groupby(order)) <= 20
 
 
 async def test_more_blocks_than_a_frame_names(pair: Pair) -> None:

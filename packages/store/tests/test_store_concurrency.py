@@ -7,6 +7,8 @@ import gc
 import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from kvwire import Outcome, PagedCache
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import Fragments
+from kvwire.limits import KIB
 from kvwire.memory.copy import copy as plain_copy
 from kvwire_store import BlockStore
 from kvwire_store.keys import Keys, Orders, as_keys
@@ -332,3 +335,25 @@ async def test_demotion_to_a_disk_that_fails_frees_memory(tmp_path: Path) -> Non
         assert await get_chain(store, 3) == BLOCKS
         assert "No space left" in store.report[tier.name]
     gc.collect()
+
+
+async def test_tasks_that_get_in_sequence_take_turns() -> None:
+    """Gets that complete at once hold the loop for a few blocks, not for a MiB."""
+    spec = replace(SPEC, layers=16, block_tokens=16, kv_heads=8, head_dim=8)
+    source = Filled(4, spec=spec)
+    order: list[int] = []
+    async with BlockStore.open(["memory:16MiB"]) as store:
+        hashes = chain(4, "turns")
+        assert (await store.put(hashes, source.cache, range(4))).complete
+
+        async def reads(number: int) -> None:
+            target = Filled(1, spec=spec)
+            for _ in range(20):
+                assert (await store.get(hashes[:1], target.cache, [0])).complete
+                order.append(number)
+
+        await asyncio.gather(*(reads(number) for number in range(8)))
+    assert source.cache.groups["kv"].spec.block_bytes == 64 * KIB
+    runs = [len(list(run)) for _, run in groupby(order)]
+    assert len(order) == 160
+    assert max(runs) <= 6
