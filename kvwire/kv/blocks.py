@@ -390,6 +390,11 @@ def _join_group(
 def _checked(ids: BlockIds, group: str, num_blocks: int) -> Ids:
     if type(ids) is list and len(ids) <= _FEW and _are_right(ids, num_blocks):
         return np.array(ids, np.int64)
+    if isinstance(ids, range) and ids:
+        # NumPy would convert a range one number at a time.
+        inside = range(num_blocks)
+        if ids[0] in inside and ids[-1] in inside:
+            return np.arange(ids.start, ids.stop, ids.step, dtype=np.int64)
     refuse_masked(ids, f"blocks of group {group!r}")
     given = np.asarray(ids)
     if given.size == 0:

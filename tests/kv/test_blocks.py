@@ -213,3 +213,14 @@ def test_what_cannot_be_marked_is_refused(num_tokens: int, block_tokens: int) ->
     out = Recorder(1, 1, layers=1)
     with pytest.raises(UsageError, match=f"num_tokens={num_tokens}"):
         LayerMarks(out, num_tokens, block_tokens)
+
+
+@pytest.mark.parametrize("ids", [range(10), range(2, 9, 3), range(9, -1, -2)])
+def test_a_range_is_its_numbers(ids: range) -> None:
+    assert block_lists(ids, ONE)["kv"].tolist() == list(ids)
+
+
+@pytest.mark.parametrize("ids", [range(11), range(-1, 4), range(3, -2, -1)])
+def test_a_range_beyond_the_pool_is_refused(ids: range) -> None:
+    with pytest.raises(UsageError, match="is out of range"):
+        block_lists(ids, ONE)
