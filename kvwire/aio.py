@@ -543,11 +543,18 @@ def unusable(
         # Set here, so that type checkers still see that the class has none of these.
         for name in special:
             setattr(cls, name, refuse)
+        # Python would ask `__len__`, and `if request:` is no mistake.
+        if "__len__" in special:
+            cls.__bool__ = _true  # type: ignore[attr-defined]
         if names:
             cls.__getattr__ = missing  # type: ignore[attr-defined]
         return cls
 
     return decorate
+
+
+def _true(_: object) -> bool:
+    return True
 
 
 class AsyncWith(Uncopied):

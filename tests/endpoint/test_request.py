@@ -30,6 +30,15 @@ async def test_a_result_is_there_from_the_completion_on(pair: Pair) -> None:
     assert request.result() is first
 
 
+async def test_a_request_is_true(pair: Pair) -> None:
+    """Its length is refused, and `if request:` asks whether there is one."""
+    received = pair.right.recv(1)
+    assert received
+    await pair.left.send(1, b"")
+    assert not await received
+    assert received
+
+
 async def test_an_error_is_raised_each_time(pair: Pair) -> None:
     request = pair.right.recv(1)
     assert "recv of tag 1" in repr(request)

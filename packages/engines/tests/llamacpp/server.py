@@ -10,6 +10,7 @@ Usage::
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import signal
 import threading
@@ -104,6 +105,19 @@ class LlamaServer(Beside):
         """End it as `kill -9` does."""
         self.signal(signal.SIGKILL)
         await self.wait()
+
+    async def save(self, slot: int) -> bytes:
+        """Return the file of a slot."""
+        path = self.folder / "saved"
+        where = f"{self.url}/slots/{slot}?action=save"
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(where, json={"filename": path.name}) as response,
+        ):
+            assert response.status == 200, await response.text()
+        raw = await asyncio.to_thread(path.read_bytes)
+        await asyncio.to_thread(path.unlink)
+        return raw
 
     async def complete(
         self,

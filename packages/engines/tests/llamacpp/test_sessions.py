@@ -230,16 +230,9 @@ async def test_the_folder_must_be_the_servers(model: Path, tmp_path: Path) -> No
 
 async def test_a_damaged_slot_file_is_refused(model: Path, tmp_path: Path) -> None:
     """Whatever is cut off or flipped in its structure; the store checks the rows."""
-    async with (
-        llama_server(model, tmp_path) as server,
-        BlockStore.open(["memory:64MiB"]) as store,
-        LlamaCppSessions(store, server.url, server.folder) as sessions,
-    ):
+    async with llama_server(model, tmp_path) as server:
         await server.complete(prompt_of(0, 20), id_slot=0)
-        path = server.folder / "kept"
-        await sessions._slot("save", 0, None, path)
-        raw = path.read_bytes()
-        path.unlink()
+        raw = await server.save(0)
     slot = read_slot(raw)
     assert write_slot(slot) == raw
     for length in range(0, len(raw), 97):
