@@ -33,10 +33,10 @@ async def test_a_result_is_there_from_the_completion_on(pair: Pair) -> None:
 async def test_a_request_is_true(pair: Pair) -> None:
     """Its length is refused, and `if request:` asks whether there is one."""
     received = pair.right.recv(1)
-    assert received
+    assert bool(received) is True
     await pair.left.send(1, b"")
     assert not await received
-    assert received
+    assert bool(received) is True
 
 
 async def test_an_error_is_raised_each_time(pair: Pair) -> None:
