@@ -525,6 +525,21 @@ class Communicator(AsyncWith):
 
     # --- the end ----------------------------------------------------------------------
 
+    async def drain(self) -> None:
+        """Withdraw, and wait until no transfer is open and their memory is free.
+
+        Call it before ``close``, which ends the transfers that are still open. Peers
+        that are connected can begin transfers meanwhile, and it waits for those too, so
+        first stop taking requests.
+
+        Cancel safety: safe, the announcement stays withdrawn.
+        """
+        self._thread.check("Communicator.drain")
+        await self._membership.withdraw()
+        while live := list(self._registry.live):
+            for end in live:
+                await end.drained()
+
     async def close(self) -> None:
         """Close every listener and connection gracefully, within ``close_timeout_s``.
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import shutil
+import subprocess
 import tempfile
 import threading
 import urllib.parse
@@ -39,6 +40,7 @@ from tests.support.tree import ROOT
 from tests.support.waiting import eventually
 
 FOLDER: Final = ROOT / "docs" / "observe"
+RUNBOOK: Final = (ROOT / "docs" / "howto" / "observe.md").read_text()
 PROGRAM: Final = "prometheus"
 # Two scrapes within each window, and a window within the time a test may take.
 _SCRAPE: Final = "200ms"
@@ -117,7 +119,23 @@ def _kept(asked: object, written: Any) -> object:
     return written
 
 
+def test_every_alert_has_one_entry_and_names_it() -> None:
+    rules = (FOLDER / "alerts.yaml").read_text()
+    alerts = re.findall(r"^ +- alert: (\w+)$", rules, re.MULTILINE)
+    entries = re.findall(r'^\| <a id="(\w+)"></a>`(\w+)` \|', RUNBOOK, re.MULTILINE)
+    assert len(alerts) > 10
+    assert entries == [(alert.lower(), alert) for alert in alerts]
+    named = re.findall(r"runbook: 'docs/howto/observe\.md#(\w+)'", rules)
+    assert named == [alert.lower() for alert in alerts]
+
+
 # --- a real Prometheus ----------------------------------------------------------------
+
+
+def scrape_block() -> str:
+    """What the page has a reader put into `prometheus.yml`."""
+    (found,) = re.findall(r"^```yaml\n(.*?)^```$", RUNBOOK, re.MULTILINE | re.DOTALL)
+    return str(found)
 
 
 def query_of(panel: dict[str, Any]) -> str:
@@ -149,14 +167,16 @@ class Prometheus:
 def prometheus(port: int) -> Iterator[Prometheus]:
     """Run a server that scrapes a port of this machine."""
     with tempfile.TemporaryDirectory(prefix="kvwire-prometheus-") as folder:
-        scrape = {"targets": [f"127.0.0.1:{port}"]}
-        config = {
-            "global": {"scrape_interval": _SCRAPE, "scrape_timeout": _SCRAPE},
-            "rule_files": [str(FOLDER / "alerts.yaml")],
-            "scrape_configs": [{"job_name": "kvwire", "static_configs": [scrape]}],
-        }
+        config = scrape_block()
+        for old, new in (
+            ("rule_files: [alerts.yaml]", f"rule_files: ['{FOLDER / 'alerts.yaml'}']"),
+            ('["10.0.0.7:9400", "10.0.0.8:9400"]', f'["127.0.0.1:{port}"]'),
+        ):
+            assert old in config
+            config = config.replace(old, new)
+        pace = f"{{scrape_interval: {_SCRAPE}, scrape_timeout: {_SCRAPE}}}"
         file = Path(folder) / "prometheus.yml"
-        file.write_text(json.dumps(config))  # JSON is YAML
+        file.write_text(f"global: {pace}\n{config}")
         server = Server(
             [
                 *(PROGRAM, f"--config.file={file}"),
@@ -234,3 +254,57 @@ async def test_a_prometheus_answers_each_panel_and_takes_the_rules() -> None:
     assert len(rules) > 5
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}  # not evaluated yet
     assert not [rule for rule in rules if rule.get("lastError")]
+
+
+# Of a minute each: what a tier has, what it has evicted, and whether blocks were found.
+_FULL: Final = {"kvwire_store_blocks": "100+0x120"}
+_THRASH: Final = _FULL | {"kvwire_store_evicted_blocks_total": "0+10x120"}
+_HITS: Final = "kvwire_store_hit_blocks_total"
+_MISSES: Final = "kvwire_store_missed_blocks_total"
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool")
+@pytest.mark.parametrize(
+    ("alert", "tier", "store", "fires"),
+    [
+        ("KvwireStoreTooSmall", _THRASH, {_HITS: "0+1x120", _MISSES: "0+9x120"}, True),
+        ("KvwireStoreTooSmall", _THRASH, {_HITS: "0+9x120", _MISSES: "0+1x120"}, False),
+        ("KvwireStoreTooSmall", _FULL, {_HITS: "0+1x120", _MISSES: "0+9x120"}, False),
+        (
+            "KvwireStoreRefuses",
+            {},
+            {"kvwire_store_refused_blocks_total": "0+1x120"},
+            True,
+        ),
+        (
+            "KvwireStoreRefuses",
+            {},
+            {"kvwire_store_refused_blocks_total": "7+0x120"},
+            False,
+        ),
+    ],
+)
+def test_an_alarm_of_capacity_fires_when_it_should(
+    alert: str, tier: dict[str, str], store: dict[str, str], fires: bool, tmp_path: Path
+) -> None:
+    """A full tier that evicts what nobody asks for again is no fault."""
+    series = [
+        {"series": f'{name}{{job="kvwire",instance="a",store="s"{more}}}', "values": v}
+        for labelled, more in ((tier, ',tier="t"'), (store, ""))
+        for name, v in labelled.items()
+    ]
+    query = {
+        "expr": f'count(ALERTS{{alertname="{alert}",alertstate="firing"}})',
+        "eval_time": "110m",
+        "exp_samples": [{"labels": "{}", "value": 1}] if fires else [],
+    }
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": [query]}
+    rules = {"rule_files": [str(FOLDER / "alerts.yaml")], "tests": [test]}
+    (tmp_path / "test.yml").write_text(json.dumps(rules))  # JSON is YAML
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(tmp_path / "test.yml")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.limits import MIB
+from kvwire.limits import LANDED_BOXES_MAX, MIB
 from tests.scenarios.world import DEST, World, held, scenario
 from tests.support import inside
 from tests.support.caches import BLOCKS, LARGE, SPEC, Memory, same
@@ -107,6 +107,35 @@ async def test_r46_a_slot_is_reserved_until_it_has_drained(w: World) -> None:
     for layer in range(4):
         slot.stamp([0], salt=layer + 1)
         assert same(slot, [0], landed, [layer], layers=[0])
+
+
+@scenario()
+async def test_the_rest_of_a_landed_block_is_written_until_it_has_drained(
+    w: World,
+) -> None:
+    """A report of what has landed has a bound; what is beyond it is sent again."""
+    count = 1 + LANDED_BOXES_MAX  # each second one of two layers: too many boxes
+    w.source, w.target = Memory(SPEC, count), Memory(SPEC, count)
+    w.source.stamp(range(count))
+    tokens = (count - 1) * SPEC.block_tokens + 1
+    out = w.p.publish("t", w.source.cache, range(count), tokens=tokens)
+    inc = w.pull_side.pull("t", w.target.cache, range(count), tokens=tokens)
+    for layer in (0, 2):
+        for block in range(0, count, 2):
+            out.ready(layers=layer, blocks=block)
+    mine, theirs = w.target.tensors[2][-1], w.source.tensors[2][-1]
+    await w.until(lambda: np.array_equal(mine, theirs))
+    mine[:, 1:] = 9  # the next token, too early
+    w.cut()
+    for layer in range(SPEC.layers):
+        for block in range(layer in (0, 2), count, 1 + (layer in (0, 2))):
+            out.ready(layers=layer, blocks=block)
+    out.finish()
+    assert (await inc).complete
+    assert np.array_equal(mine, theirs), "what was written too early is lost"
+    await inc.drained()
+    mine[:, 1:] = 9  # nobody writes there any more
+    await out.drained()
 
 
 @scenario(lease_s=0.1)

@@ -98,6 +98,25 @@ async def test_drained_waits_for_the_outcome(w: World) -> None:
     assert inc.done()
 
 
+@scenario()
+async def test_a_communicator_drains_before_it_closes(w: World) -> None:
+    """It waits for open transfers, and those that begin meanwhile."""
+    out, inc = w.begin()
+    drain = asyncio.create_task(w.p.drain())
+    later = w.p.publish("later", w.source.cache, [5])
+    out.ready()
+    out.finish()
+    assert (await inc).complete
+    await out.drained()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await asyncio.shield(drain)
+    later.abort("not wanted")
+    await drain
+    assert not w.p.open_transfers
+    assert not w.p.quarantined_bytes
+
+
 @scenario("inproc")
 async def test_a_block_ends_with_its_transfer(w: World) -> None:
     """What is over stays as it is; what is not is aborted. Then the memory is free."""
