@@ -96,6 +96,19 @@ def test_a_key_file_that_cannot_be_read(tmp_path: Path) -> None:
         keys.read_key_file(str(path))
 
 
+async def test_a_key_file_is_read_once(tmp_path: Path) -> None:
+    """A communicator keeps its key until it is opened anew, whatever the file holds."""
+    config = Config(trust="psk", psk_file=str(key_file(tmp_path)))
+    async with kvwire.open(config) as old:
+        address = await old.listen("127.0.0.1:0")
+        async with kvwire.open(config) as same:
+            await same.connect(address)
+        key_file(tmp_path, "new").replace(config.psk_file)
+        async with kvwire.open(config) as other:
+            with pytest.raises(kvwire.AuthenticationFailed, match="the same key"):
+                await other.connect(address)
+
+
 def test_loopback_has_no_keys() -> None:
     assert keys.load_keys(Config()) == (TrustMode.LOOPBACK, b"", {})
 
