@@ -270,6 +270,8 @@ _MISSES: Final = "kvwire_store_missed_blocks_total"
         ("KvwireStoreTooSmall", _THRASH, {_HITS: "0+1x120", _MISSES: "0+9x120"}, True),
         ("KvwireStoreTooSmall", _THRASH, {_HITS: "0+9x120", _MISSES: "0+1x120"}, False),
         ("KvwireStoreTooSmall", _FULL, {_HITS: "0+1x120", _MISSES: "0+9x120"}, False),
+        ("KvwireTargetDown", {}, {"up": "0+0x120"}, True),
+        ("KvwireTargetDown", {}, {"up": "1+0x120"}, False),
         (
             "KvwireStoreRefuses",
             {},
@@ -284,7 +286,7 @@ _MISSES: Final = "kvwire_store_missed_blocks_total"
         ),
     ],
 )
-def test_an_alarm_of_capacity_fires_when_it_should(
+def test_an_alert_fires_when_it_should(
     alert: str, tier: dict[str, str], store: dict[str, str], fires: bool, tmp_path: Path
 ) -> None:
     """A full tier that evicts what nobody asks for again is no fault."""
