@@ -56,8 +56,8 @@ class Round:
         self.form = self.draw.choice(["f16", "q8_0"])
         self.sessions = [prompt_of(self.draw.randrange(3), 96) for _ in range(3)]
 
-    async def run(self) -> None:
-        """Send requests, each through a server, a front and a store of its own life."""
+    async def run(self) -> int:
+        """Send requests through servers, fronts and stores that end; return how many."""
         left = REQUESTS
         while left:
             async with AsyncExitStack() as running:
@@ -78,6 +78,7 @@ class Round:
                     await self.killed(server, front.url)
             if self.draw.random() < 0.4:
                 await asyncio.to_thread(self.damage)
+        return REQUESTS - left
 
     async def go_on(self, server: LlamaServer, url: str) -> None:
         """Continue a session, and compare it with what a server computes anew."""
@@ -137,5 +138,5 @@ class Round:
 @given(seed=st.integers(0, 2**32))
 def test_a_continued_session_is_as_a_computed_one(seed: int, model: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(Round(seed, model, Path(folder)).run())
+        assert asyncio.run(Round(seed, model, Path(folder)).run()) == REQUESTS
     print(dict(COUNTS))
