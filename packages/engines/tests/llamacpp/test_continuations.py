@@ -57,7 +57,7 @@ class Round:
         self.sessions = [prompt_of(self.draw.randrange(3), 96) for _ in range(3)]
 
     async def run(self) -> int:
-        """Send requests through servers, fronts and stores that end; return how many."""
+        """Send requests through servers and stores that end; return how many."""
         left = REQUESTS
         while left:
             async with AsyncExitStack() as running:
