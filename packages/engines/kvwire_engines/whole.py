@@ -2,13 +2,15 @@
 
 Behind a window a cache has dropped its first tokens, so it is of use to prompts only
 that begin with all of its tokens. It is kept whole: a head of :data:`HEAD_BYTES` that
-describes the layers, and a body with their bytes, both under the hash of the tokens.
-The body is stored first, so a head is found only if there was a body.
+describes the layers, under the hash of the tokens, and a body with their bytes, under
+the hash of tokens and head: the same tokens may have been kept in another order. The
+body is stored first, so a head is found only if there was a body.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -84,19 +86,18 @@ class WholeStates:
                 f"bytes: at most {KV_STATE_BYTES_MAX} bytes are kept"
             )
         padded = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
-        return await self.write("body", tokens, state.body) and await self.write(
-            "head", tokens, padded
+        body = body_key(tokens, padded)
+        return await self.write("body", body, state.body) and await self.write(
+            "head", head_key(tokens), padded
         )
 
-    async def write(
-        self, part: str, tokens: npt.NDArray[np.int64], memory: Bytes
-    ) -> bool:
+    async def write(self, part: str, key: bytes, memory: Bytes) -> bool:
         """Store one part of a state; return whether it is stored.
 
         Cancel safety: as for :meth:`put`.
         """
         request = self._store.put(
-            [_hash(tokens)], self._page(part, memory), [0], tenant=self._tenant
+            [key], self._page(part, memory), [0], tenant=self._tenant
         )
         outcome = await request
         await request.drained()
@@ -117,7 +118,7 @@ class WholeStates:
 
         Cancel safety: safe, it reads into memory of its own.
         """
-        head = await self._read("head", tokens, HEAD_BYTES)
+        head = await self._read("head", head_key(tokens), HEAD_BYTES)
         if head is None:
             return None
         try:
@@ -131,15 +132,13 @@ class WholeStates:
         nbytes = sum(rows) * self._row_bytes
         if nbytes > KV_STATE_BYTES_MAX:
             return None
-        body = await self._read("body", tokens, nbytes)
+        body = await self._read("body", body_key(tokens, head), nbytes)
         return None if body is None else State(layers, body)
 
-    async def _read(
-        self, part: str, tokens: npt.NDArray[np.int64], nbytes: int
-    ) -> Bytes | None:
+    async def _read(self, part: str, key: bytes, nbytes: int) -> Bytes | None:
         memory = np.empty(nbytes, np.uint8)
         outcome = await self._store.get(
-            [_hash(tokens)], self._page(part, memory), [0], tenant=self._tenant
+            [key], self._page(part, memory), [0], tenant=self._tenant
         )
         return memory if outcome.complete else None
 
@@ -164,5 +163,12 @@ def joined(rows: Sequence[Any]) -> Bytes:
     )
 
 
-def _hash(tokens: npt.NDArray[np.int64]) -> bytes:
+def head_key(tokens: npt.NDArray[np.int64]) -> bytes:
+    """Return the key of the head for these tokens."""
     return HashScheme(1).block_hashes(tokens)[-1]
+
+
+def body_key(tokens: npt.NDArray[np.int64], head: Bytes) -> bytes:
+    """Return the key of the body that belongs to a head."""
+    key = head_key(tokens)
+    return sha256(key + head.tobytes()).digest()[: len(key)]

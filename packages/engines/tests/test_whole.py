@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 
 from kvwire.errors import UsageError
-from kvwire_engines.whole import HEAD_BYTES, KeptLayer, State, WholeStates
+from kvwire_engines.whole import (
+    HEAD_BYTES,
+    Bytes,
+    KeptLayer,
+    State,
+    WholeStates,
+    body_key,
+    head_key,
+)
 from kvwire_store import BlockStore
 
 ROW_BYTES = 8
@@ -67,10 +75,29 @@ async def test_a_head_that_describes_no_state(head: bytes) -> None:
     async with BlockStore.open(["memory:1MiB"]) as store:
         kept = states(store)
         written = np.frombuffer(head.ljust(HEAD_BYTES), np.uint8)
-        await kept.write("head", TOKENS, written)
-        await kept.write("body", TOKENS, BODY)
+        await kept.write("head", head_key(TOKENS), written)
+        await kept.write("body", body_key(TOKENS, written), BODY)
         assert await kept.longest(TOKENS) == 20
         assert await kept.get(TOKENS) is None
+
+
+async def test_a_head_has_the_body_that_was_stored_with_it() -> None:
+    """A ring of the same tokens may begin elsewhere; a kill leaves a body alone."""
+
+    class Killed(WholeStates):
+        async def write(self, part: str, key: bytes, memory: Bytes) -> bool:
+            return part == "body" and await super().write(part, key, memory)
+
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        turned = [KeptLayer("A", 5, [2]), KeptLayer("B", 3, [])]
+        killed = Killed(store, "w", ROW_BYTES, "")
+        assert not await killed.put(TOKENS, State(turned, BODY[::-1].copy()))
+        kept = states(store)
+        assert await kept.put(TOKENS, State(LAYERS, BODY))
+        found = await kept.get(TOKENS)
+        assert found is not None
+        assert found.layers == LAYERS
+        assert np.array_equal(found.body, BODY)
 
 
 async def test_what_is_not_stored_whole_is_not_found() -> None:
