@@ -37,6 +37,19 @@ MODELS: Final = ("llama", "mistral", "qwen2", "qwen3")
 ROTATIONS: Final = ("default", "linear", "llama3")
 """``rope_type`` in config.json: the angles of the others depend on the engine."""
 
+# What the angles of each are computed from.
+_NUMBERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "llama3": (
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
 ACTIVATIONS: Final = ("silu",)
 """``hidden_act`` in config.json: mlx_lm knows no other for these models."""
 
@@ -143,8 +156,9 @@ def rotates_so(meaning: Meaning, turned: Turned, dim: int) -> bool:
         turned: The model's rotation.
         dim: Elements of a head.
     """
-    if meaning.rotation not in ROTATIONS:
-        return False
+    numbers = {name for name, _ in meaning.numbers}
+    if not numbers.issuperset(_NUMBERS.get(meaning.rotation, ("unknown",))):
+        return False  # it has no rotation, or one that is not in the tables
     frequencies = _frequencies(meaning, dim)
     for position in _POSITIONS:
         cos = np.cos(position * frequencies)
