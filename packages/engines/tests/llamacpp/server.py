@@ -64,19 +64,19 @@ def toy_model(path: Path, seed: int = 0) -> Path:
     def ones(name: str) -> None:
         writer.add_tensor(f"{name}.weight", np.ones(_WIDTH, np.float32))
 
-    matrix("token_embd", VOCABULARY, _WIDTH, 0.3 * np.sqrt(_WIDTH))
+    matrix("token_embd", VOCABULARY, _WIDTH, 0.5 * np.sqrt(_WIDTH))
     ones("output_norm")
     matrix("output", VOCABULARY, _WIDTH, 3.0)
     for layer in range(LAYERS):
         ones(f"blk.{layer}.attn_norm")
         ones(f"blk.{layer}.ffn_norm")
-        matrix(f"blk.{layer}.attn_q", _WIDTH, _WIDTH, 6.0)
+        matrix(f"blk.{layer}.attn_q", _WIDTH, _WIDTH, 3.0)
         matrix(f"blk.{layer}.attn_k", _KV_HEADS * _HEAD, _WIDTH)
         matrix(f"blk.{layer}.attn_v", _KV_HEADS * _HEAD, _WIDTH)
-        matrix(f"blk.{layer}.attn_output", _WIDTH, _WIDTH, 12.0)
+        matrix(f"blk.{layer}.attn_output", _WIDTH, _WIDTH, 4.0)
         matrix(f"blk.{layer}.ffn_gate", _HIDDEN, _WIDTH)
         matrix(f"blk.{layer}.ffn_up", _HIDDEN, _WIDTH)
-        matrix(f"blk.{layer}.ffn_down", _WIDTH, _HIDDEN, 4.0)
+        matrix(f"blk.{layer}.ffn_down", _WIDTH, _HIDDEN, 2.0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -133,6 +133,7 @@ class LlamaServer(Beside):
             "n_predict": count,
             "temperature": 0,
             "return_tokens": True,
+            "ignore_eos": True,
             **more,
         }
         async with (
