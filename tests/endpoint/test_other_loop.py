@@ -90,6 +90,7 @@ CALLS: Final[dict[type, dict[str, Callable[[Any, Objects], Any]]]] = {
         "register": lambda o, _: o.register(bytearray(8)),
         "snapshot": lambda o, _: o.snapshot(),
         "transfers": lambda o, _: o.transfers(),
+        "drain": lambda o, _: o.drain(),
         "withdraw": lambda o, _: o.withdraw(),
     },
     kvwire.Connection: {

@@ -100,7 +100,7 @@ class SessionFront:
         self._client: aiohttp.ClientSession | None = None
         self._runner: web.AppRunner | None = None
         self._slots: list[_Slot] = []
-        self._idle = asyncio.Condition()
+        self._idle = asyncio.Event()
         self._busy: set[_Slot] = set()
         self._uses = 0
         self._identity: object = None
@@ -165,14 +165,16 @@ class SessionFront:
         headers = _passed_on(request.headers)
         try:
             if path in _CHATS:
-                asked = self._sessions.ask("/apply-template", fields, headers)
-                prompt = (await asked)["prompt"]
+                prompt = await self._sessions.ask(
+                    "/apply-template", fields, "prompt", headers
+                )
             else:
                 prompt = fields.get("prompt")
             if isinstance(prompt, str):
                 wanted = {"content": prompt, "add_special": True, "parse_special": True}
-                asked = self._sessions.ask("/tokenize", wanted, headers)
-                prompt = (await asked)["tokens"]
+                prompt = await self._sessions.ask(
+                    "/tokenize", wanted, "tokens", headers
+                )
         except EngineLost as exc:
             logger.info("no session: %s", exc)
             return None  # an image, or a server without these endpoints
@@ -206,7 +208,7 @@ class SessionFront:
                 kept = True
         finally:
             if not kept:
-                await self._give_back(slot)
+                self._give_back(slot)
         return response
 
     async def _fill(
@@ -240,7 +242,7 @@ class SessionFront:
             slot.tokens = _NONE
             logger.warning("a session is not stored: %s", exc)
         finally:
-            await self._give_back(slot)
+            self._give_back(slot)
 
     async def _pass(self, request: web.Request, body: bytes) -> web.StreamResponse:
         """Pass a request on, and its answer back, part by part."""
@@ -288,6 +290,7 @@ class SessionFront:
         if found != self._identity or len(self._slots) != found.slots:
             self._identity = found
             self._slots = [_Slot(number) for number in range(found.slots)]
+            self._idle.set()  # those who wait for the old ones
         for slot in self._slots:
             if slot not in self._busy and holds.get(slot.number, 0) < slot.tokens.size:
                 slot.tokens = _NONE
@@ -295,19 +298,19 @@ class SessionFront:
 
     async def _take(self, tokens: TokenIds) -> _Slot:
         """Wait for an idle slot; prefer the one that holds most of the prompt."""
-        async with self._idle:
-            while not (idle := [s for s in self._slots if s not in self._busy]):
-                await self._idle.wait()
-            slot = max(idle, key=lambda one: (one.common(tokens), -one.used))
-            self._busy.add(slot)  # bounded: the server's slots
-            self._uses += 1
-            slot.used = self._uses
-            return slot
+        while not (idle := [s for s in self._slots if s not in self._busy]):
+            self._idle.clear()
+            await self._idle.wait()
+        slot = max(idle, key=lambda one: (one.common(tokens), -one.used))
+        self._busy.add(slot)  # bounded: the server's slots
+        self._uses += 1
+        slot.used = self._uses
+        return slot
 
-    async def _give_back(self, slot: _Slot) -> None:
-        async with self._idle:
-            self._busy.discard(slot)
-            self._idle.notify()
+    def _give_back(self, slot: _Slot) -> None:
+        # All wake up: one alone might be cancelled at the same time.
+        self._busy.discard(slot)
+        self._idle.set()
 
 
 def _passed_on(headers: Mapping[str, str]) -> _Headers:

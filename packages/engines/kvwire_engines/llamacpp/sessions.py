@@ -18,11 +18,12 @@ same order of values (flash attention); by others it is not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -165,17 +166,17 @@ class LlamaCppSessions:
             self._ask("GET", "/props", headers=headers),
             self._ask("GET", "/lora-adapters", headers=headers),
         )
-        settings = props.get("default_generation_settings") or {}
-        fields = settings | props
-        return ServerIdentity(
-            tuple(str(fields.get(name, "")) for name in _PROPS),
-            tuple(
-                (str(one.get("path", "")), float(one.get("scale", 0)))
-                for one in adapters
-                if one.get("scale")
-            ),
-            int(props.get("total_slots", 1)),
-        )
+        with self._expected("/props"):
+            fields = props.get("default_generation_settings", {}) | props
+            return ServerIdentity(
+                tuple(str(fields.get(name, "")) for name in _PROPS),
+                tuple(
+                    (str(one["path"]), float(one["scale"]))
+                    for one in adapters
+                    if one["scale"]
+                ),
+                int(props["total_slots"]),
+            )
 
     async def held(self, headers: Mapping[str, str] | None = None) -> dict[int, int]:
         """Return how many tokens each slot holds; nothing if the server hides that.
@@ -191,16 +192,22 @@ class LlamaCppSessions:
             if exc.status is None:
                 raise
             return {}  # --no-slots
-        return {int(one["id"]): int(one.get("n_prompt_tokens", 0)) for one in slots}
+        with self._expected("/slots"):
+            return {int(one["id"]): int(one.get("n_prompt_tokens", 0)) for one in slots}
 
     async def ask(
-        self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        field: str,
+        headers: Mapping[str, str] | None,
     ) -> Any:
-        """Return the server's answer to a POST that changes nothing.
+        """Return a field of the server's answer to a POST that changes nothing.
 
         Args:
             path: Such as ``/tokenize``.
             body: The request's fields.
+            field: The answer's field.
             headers: Headers for the server, such as Authorization.
 
         Raises:
@@ -208,7 +215,9 @@ class LlamaCppSessions:
 
         Cancel safety: safe, nothing changes.
         """
-        return await self._ask("POST", path, headers=headers, body=body)
+        answer = await self._ask("POST", path, headers=headers, body=body)
+        with self._expected(path):
+            return answer[field]
 
     async def get(
         self,
@@ -280,6 +289,16 @@ class LlamaCppSessions:
 
     # --- inside -----------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _expected(self, path: str) -> Iterator[None]:
+        """Name an answer that is not llama-server's."""
+        try:
+            yield
+        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+            raise EngineLost(
+                f"{self.url}{path}: the answer is not llama-server's: {error_text(exc)}"
+            ) from None
+
     async def _put(self, slot: int, headers: Mapping[str, str] | None) -> int:
         before = await self.identity(headers)
         name = await self._name(before)
@@ -311,9 +330,12 @@ class LlamaCppSessions:
         try:
             await asyncio.to_thread(lambda: path.write_bytes(write_slot(made)))
             done = await self._slot("restore", slot, headers, path)
+        except OSError as exc:  # such as a full folder
+            raise EngineLost(f"{path}: {error_text(exc)}") from None
         finally:
             await asyncio.to_thread(path.unlink, missing_ok=True)
-        restored = done.get("n_restored")
+        with self._expected("/slots"):
+            restored = done.get("n_restored")
         # A swap of the model is only noticed afterwards: what was restored then belongs
         # to other weights.
         same = await self.identity(headers) == before
@@ -354,14 +376,17 @@ class LlamaCppSessions:
         path = self._new_file()
         try:
             done = await self._slot("save", slot, headers, path)
-            if not done.get("n_saved"):
-                return None
+            with self._expected("/slots"):
+                if not done["n_saved"]:
+                    return None
             return await asyncio.to_thread(lambda: read_slot(path.read_bytes()))
         except FileNotFoundError:
             raise UsageError(
                 f"{self.url} saved slot {slot}, but {path} is not there: pass the "
                 "server's --slot-save-path, which must be on this machine"
             ) from None
+        except OSError as exc:
+            raise EngineLost(f"{path}: {error_text(exc)}") from None
         finally:
             await asyncio.to_thread(path.unlink, missing_ok=True)
 

@@ -1,7 +1,7 @@
 """llama.cpp's slot files: the tokens of one sequence, and their KV.
 
 llama-server writes such a file for ``POST /slots/N?action=save`` and reads one for
-``action=restore``. It has no checksum, and no name for the weights: whoever restores it
+``action=restore``. It has no checksum, and no name for the weights, so the reader
 must know both. All numbers are little-endian::
 
     magic, version, words; marker, 1, count, tokens ..., 0         the tokens

@@ -104,9 +104,10 @@ class Round:
         same = next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
         asked = [*prompt, *other[:same]]
         found = await server.complete(asked, count=1, n_probs=5, cache_prompt=False)
-        first, *others = found["completion_probabilities"][0]["top_logprobs"]
-        gaps = {other["id"]: first["logprob"] - other["logprob"] for other in others}
-        assert gaps.get(one[same], 9.0) < NEAR_TIE, (self.form, same, one, other, gaps)
+        likely = found["completion_probabilities"][0]["top_logprobs"]
+        gaps = {one["id"]: likely[0]["logprob"] - one["logprob"] for one in likely}
+        for token in (one[same], other[same]):
+            assert gaps.get(token, 9.0) < NEAR_TIE, (self.form, same, one, other, gaps)
         COUNTS["near ties"] += 1
 
     async def killed(self, server: LlamaServer, url: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from aiohttp import web
 
 from kvwire_engines.llamacpp import LlamaCppSessions
 from kvwire_engines.llamacpp.front import SessionFront
@@ -130,6 +131,46 @@ async def test_streams_chats_and_other_requests_pass_through(
             assert await asked(url, path, body) == await asked(server.url, path, body)
         async with session.get(f"{url}/health") as health:
             assert msgspec.json.decode(await health.read()) == {"status": "ok"}
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"{}", b'{"total_slots": []}', b"<html>"])
+async def test_another_server_is_named(tmp_path: Path, answer: bytes) -> None:
+    """One that answers each request with something else."""
+
+    async def other(_: web.BaseRequest) -> web.Response:
+        return web.Response(body=answer, content_type="application/json")
+
+    runner = web.ServerRunner(web.Server(other))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    where = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    async with (
+        BlockStore.open(["memory:64MiB"]) as store,
+        LlamaCppSessions(store, where, tmp_path) as sessions,
+        SessionFront(sessions, "127.0.0.1", 0) as front,
+        aiohttp.ClientSession() as session,
+        session.post(f"{front.url}/completion", json={"prompt": [1, 2]}) as response,
+    ):
+        assert response.status == 502
+        assert where in await response.text()
+    await runner.cleanup()
+
+
+async def test_a_folder_that_is_gone_costs_the_session_and_no_request(
+    model: Path, tmp_path: Path
+) -> None:
+    prompt = prompt_of(0, 100)
+    async with (
+        BlockStore.open(["memory:64MiB"]) as store,
+        llama_server(model, tmp_path) as server,
+        front_of(server, store) as url,
+    ):
+        first = await server.complete(prompt, url=url)
+        await until(lambda: store.stats()["memory:64MiB"].blocks == 3)
+        await server.complete([97], id_slot=0, cache_prompt=False)
+        await asyncio.to_thread(server.folder.rename, tmp_path / "elsewhere")
+        again = await server.complete(prompt, url=url)
+    assert again["tokens"] == first["tokens"]
 
 
 async def test_requests_beyond_the_slots_wait(model: Path, tmp_path: Path) -> None:
