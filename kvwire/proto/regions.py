@@ -51,7 +51,7 @@ class RegionTable:
     """Holds the regions of a communicator."""
 
     def __init__(self, most: int = REGIONS_MAX) -> None:
-        self._most = most
+        self._most: int = GRANTS_MAX if most is None else most
         self._open: dict[RegionId, RegionRecord] = {}
         self._last = 0
 
@@ -102,9 +102,9 @@ class GrantRow:
 class Grants:
     """Holds the grants made for one connection's peer."""
 
-    def __init__(self, key: bytes, most: int = GRANTS_MAX) -> None:
+    def __init__(self, key: bytes, most: int | None = None) -> None:
         self._key = key
-        self._most = most
+        self._most: int = GRANTS_MAX if most is None else most
         self._rows: dict[int, GrantRow] = {}
         self._last = 0
 

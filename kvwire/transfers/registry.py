@@ -542,7 +542,8 @@ class TransferRegistry:
     def peer_missed(self, origin: bytes, why: str) -> None:
         """Note why a peer was not reached again, for transfers whose lease will end."""
         for leg in self._legs_of(origin):
-            leg.transfer._missed = why
+            if leg not in self._owed:  # otherwise its transfer is over, and let go
+                leg.transfer._missed = why
 
     def reattach(self, link: ConnectionPort) -> None:
         """Repeat this side's transfer requests to a peer on a new link.
@@ -551,7 +552,8 @@ class TransferRegistry:
         for the next link.
         """
         for leg in list(self._legs_of(link.peer.origin)):
-            leg.transfer._missed = ""
+            if leg not in self._owed:
+                leg.transfer._missed = ""
             if not leg.asks or leg.state is not LegState.WAITING:
                 continue
             with suppress(ConnectionClosed, UsageError):

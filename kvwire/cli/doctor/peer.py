@@ -202,7 +202,11 @@ async def _hand_over(
 ) -> None:
     connection = await communicator.connect(address)
     try:
-        await ConnectionLine(connection).send(report)
+        line = ConnectionLine(connection)
+        # The peer sends its examination first; a close before that would end its side
+        # before it reads.
+        await line.receive()
+        await line.send(report)
     finally:
         await connection.close()
 
