@@ -51,7 +51,7 @@ class RegionTable:
     """Holds the regions of a communicator."""
 
     def __init__(self, most: int = REGIONS_MAX) -> None:
-        self._most: int = GRANTS_MAX if most is None else most
+        self._most = most
         self._open: dict[RegionId, RegionRecord] = {}
         self._last = 0
 
