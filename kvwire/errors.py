@@ -441,16 +441,20 @@ def error_text(error: BaseException) -> str:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Drop the traceback frames of an error, and of each error before it.
+    """Drop the traceback frames of an error, and of each error in its chain.
 
     Each request of a connection keeps the connection's error, and a library may keep
     its own for a moment. The frames would keep memory alive: everything that was to be
     moved, such as the whole memory of a store.
     """
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__context__
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            pending += (link.__cause__, link.__context__)
 
 
 def refused_call(error: OSError, call: str, remedy: str) -> OSError:

@@ -22,7 +22,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvwire.aio import LoopThread, running_loop, unusable
 from kvwire.backend import Payload
-from kvwire.errors import KVWireError, again
+from kvwire.errors import KVWireError, again, drop_frames
 from kvwire.memory.device.ops import Event
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind
@@ -230,8 +230,9 @@ class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
         assert not self._over, "a request was completed twice"
         self._over = True
         self._value = result
-        # Its frames refer to this request: see kvwire.errors.again.
-        self._error = None if error is None else error.with_traceback(None)
+        self._error = error
+        if error is not None:
+            drop_frames(error)  # they refer to this request, also those of its cause
         waiters = self._waiters
         self._waiters = ()
         for waiter in waiters:

@@ -44,8 +44,10 @@ def test_an_error_lets_go_of_what_its_frames_have() -> None:
         gone.append(weakref.ref(memory))
         try:
             raise KeyError(1)
-        except KeyError:
-            raise ConnectionLost("gone") from None
+        except KeyError as exc:
+            error = ConnectionLost("gone")
+            error.__cause__ = exc
+        raise error
 
     gone: list[weakref.ref[np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
     kept: list[Exception] = []
