@@ -38,7 +38,6 @@ import numpy as np
 
 from kvwire.backend import keep_from_children
 from kvwire.errors import BackendUnavailable
-from kvwire.limits import LANE_TIMEOUT_S
 from kvwire.types import OneSidedWindows, Role
 from kvwire_local.peer import PeerMemory
 from kvwire_local.shared_arenas import ReadMethod, refusal
@@ -54,7 +53,7 @@ _COOKIE_BYTES: Final = 16
 # Other processes of this host may connect as well. They are served one after the other,
 # each for a limited time.
 _BACKLOG: Final = 8
-_STRANGER_S: Final = LANE_TIMEOUT_S / 2
+_STRANGER_S: Final = 1.0  # a half of the time that a lane has by default
 
 
 _EVERYTHING: Final = ReadMethod.MEMORY | ReadMethod.ARENA

@@ -20,14 +20,13 @@ from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneState
 from kvwire.driver.ports import PathOwner
 from kvwire.errors import BackendUnavailable, KVWireError, again
-from kvwire.limits import BOOTSTRAP_BYTES_MAX, HANDSHAKE_TIMEOUT_S, LANE_TIMEOUT_S
+from kvwire.limits import (
+    BOOTSTRAP_BYTES_MAX,
+    LANE_TIMEOUT_SHARE,
+    LANE_TIMEOUT_SHARE_LAST,
+)
 from kvwire.proto.events import LaneAsked, LaneBootstrapped, LaneClosed, LaneOpened
 from kvwire.proto.state import CloseState
-
-# The limit if no other transport is left to try, and on the answering side. On a large
-# or busy host, UCX needs seconds for its first scan of the devices.
-LANE_TIMEOUT_LAST_S: Final = 4.0
-assert LANE_TIMEOUT_S < LANE_TIMEOUT_LAST_S < HANDSHAKE_TIMEOUT_S
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
@@ -55,6 +54,9 @@ class LaneSetup:
         self._active = active
         self._handler = handler
         self._services = owner.services
+        patience_s = owner.services.config.handshake_timeout_s
+        self._timeout_s = LANE_TIMEOUT_SHARE * patience_s
+        self._timeout_last_s = LANE_TIMEOUT_SHARE_LAST * patience_s
         # Server: tasks that open the lanes that the client has requested.
         self._tasks: set[asyncio.Task[None]] = set()
         # Client: the peer's bootstrap for the lane that is being opened, the task that
@@ -99,7 +101,7 @@ class LaneSetup:
         for name in lanes.possible:
             first = 0 if name == lanes.scheme else 1
             is_last = name == lanes.possible[-1]
-            timeout_s = LANE_TIMEOUT_LAST_S if is_last else LANE_TIMEOUT_S
+            timeout_s = self._timeout_last_s if is_last else self._timeout_s
             try:
                 if first:
                     await self._open(name, timeout_s)
@@ -127,7 +129,7 @@ class LaneSetup:
         """
         for opened in range(count):
             try:
-                await self._open(name)
+                await self._open(name, self._timeout_s)
             except BackendUnavailable as exc:
                 logger.warning("only some lanes of %s could be opened: %s", name, exc)
                 return opened
@@ -145,7 +147,7 @@ class LaneSetup:
         """Open a lane in place of a broken one."""
         name = self._chosen
         try:
-            endpoint = await self._open(name)
+            endpoint = await self._open(name, self._timeout_s)
         except BackendUnavailable as exc:
             if self._refusals < REFUSALS_MAX:
                 self._active.log(f"{name} cannot be reopened: {exc}", logging.INFO)
@@ -163,7 +165,7 @@ class LaneSetup:
         self._refusals = REFUSALS_MAX - 1
         self.reopen_lost()
 
-    async def _open(self, name: str, timeout_s: float = LANE_TIMEOUT_S) -> LaneEndpoint:
+    async def _open(self, name: str, timeout_s: float) -> LaneEndpoint:
         """Open one lane."""
         self._check_alive()
         number = self._core.lanes.next_number()
@@ -253,7 +255,7 @@ class LaneSetup:
                 raise BackendUnavailable(f"{name} was not agreed on")
             endpoint = self._make(name, number)
             self._lanes.add(endpoint)
-            async with asyncio.timeout(LANE_TIMEOUT_LAST_S):
+            async with asyncio.timeout(self._timeout_last_s):
                 await endpoint.lane.join(event.bootstrap, self._handler)
                 self._lanes.advance(endpoint, LaneInput.JOINED)
                 _check_description(endpoint)
@@ -264,7 +266,7 @@ class LaneSetup:
                 self._core.lane_gone(number, reason)
                 self._owner.run()
             else:
-                reason = str(self._give_up(endpoint, exc, LANE_TIMEOUT_LAST_S))
+                reason = str(self._give_up(endpoint, exc, self._timeout_last_s))
             if name in self._lanes.possible:  # the peer may have sent any name
                 self._lanes.failed[name] = reason
             if not isinstance(exc, Exception):

@@ -22,7 +22,7 @@ from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.driver.lanes import setup
 from kvwire.driver.lanes.setup import REFUSALS_MAX
 from kvwire.errors import ConnectionClosed
-from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_S, LANES_MAX
+from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_SHARE, LANES_MAX
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
 from tests.support import inside
@@ -40,6 +40,7 @@ from tests.support.lanes import (
 )
 from tests.support.logs import warned
 from tests.support.pairs import Pair, communicators, connected, until
+from tests.support.waiting import PATIENCE_S
 
 # What breaks is opened again when its test is over.
 _stays_down = lane_pause(NEVER_S, autouse=True)
@@ -94,7 +95,7 @@ async def test_what_fails_at_first_use_falls_to_the_next(
     """With a line in the log, and in the report of both sides."""
     use(monkeypatch, lane, role)
     if lane is _Hanging:  # the others say at once that they cannot
-        monkeypatch.setattr("kvwire.driver.lanes.setup.LANE_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", 0.05 / PATIENCE_S)
     async with connected(**BESIDE) as pair:
         assert pair.left.transport == pair.right.transport == "tcp"
         await expect_moves(pair)
@@ -105,6 +106,26 @@ async def test_what_fails_at_first_use_falls_to_the_next(
     said = [r for r in caplog.records if "cannot carry the data" in r.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert "inproc" in said[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("setting", "limit"), [({"prefer": ("inproc", "tcp")}, "0.04 s"), (ONLY, "0.08 s")]
+)
+async def test_the_limit_of_a_lane_follows_the_setting(
+    setting: dict[str, Any], limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow machine raises one number, and the lane's limit with it."""
+    use(monkeypatch, _Hanging, "client")
+    near: dict[str, Any] = {**setting, "handshake_timeout_s": 0.1}
+    async with communicators(near, setting) as (one, other):
+        address = await other.listen("127.0.0.1:0")
+        try:
+            connection = await one.connect(address, timeout_s=PATIENCE_S)
+        except BackendUnavailable as exc:
+            why = str(exc)
+        else:
+            why = reasons(connection.transport_report)["inproc"]
+    assert f"did not open within {limit}" in why
 
 
 def _raises(_: Lane) -> str:
@@ -172,7 +193,7 @@ async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_f
         for connection in far.live_connections:
             connection.abort("the peer had enough")
         with pytest.raises(ConnectionClosed):
-            async with asyncio.timeout(LANE_TIMEOUT_S / 2):
+            async with asyncio.timeout(LANE_TIMEOUT_SHARE * PATIENCE_S / 2):
                 await connecting
         assert not near.counters.lanes_failed
     assert not warned(caplog)
@@ -424,7 +445,7 @@ async def test_the_end_of_a_connection_ends_the_setup_of_lanes(
         await until(lambda: inside.driver(pair.left).lane_setup.busy)
         if stage == "joining":
             await until(lambda: not inside.lanes(pair.left).quiet)
-        async with asyncio.timeout(LANE_TIMEOUT_S / 2):
+        async with asyncio.timeout(LANE_TIMEOUT_SHARE * PATIENCE_S / 2):
             if how == "close":
                 await pair.left.close()
             else:
