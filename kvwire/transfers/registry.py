@@ -511,16 +511,20 @@ class TransferRegistry:
 
     def interrupted(self, origin: bytes) -> bool:
         """Return whether a transfer with a peer waits for another link."""
-        return any(leg.state in OFF_LINK for leg in self._legs_of(origin))
+        return any(leg.state in OFF_LINK for _, leg in self._legs_of(origin))
 
-    def _legs_of(self, origin: bytes) -> Iterator[Leg]:
+    def _legs_of(self, origin: bytes) -> Iterator[tuple[Transfer | None, Leg]]:
+        """Yield a peer's legs, each with its transfer if this is still live.
+
+        A leg of a live transfer may itself be over, and refers to no transfer then.
+        """
         for end in list(self.live):
             for leg in end._legs:
-                if leg.origin == origin:
-                    yield leg
+                if leg.origin == origin and leg not in self._owed:
+                    yield end, leg
         for leg in list(self._owed):
             if leg.origin == origin:
-                yield leg
+                yield None, leg
 
     @property
     def unmet(self) -> bool:
@@ -531,19 +535,19 @@ class TransferRegistry:
     def peer_gone(self, origin: bytes, why: str) -> None:
         """End the transfers with a peer that has ended, or has forgotten them."""
         error = ConnectionLost(why)
-        for leg in list(self._legs_of(origin)):
+        for end, leg in list(self._legs_of(origin)):
             if leg.state not in OFF_LINK:
                 continue
-            if leg in self._owed:
+            if end is None:
                 self.peer_knows(leg)
             else:
-                leg.transfer._stop(error, WireCode.GOING_AWAY)
+                end._stop(error, WireCode.GOING_AWAY)
 
     def peer_missed(self, origin: bytes, why: str) -> None:
         """Note why a peer was not reached again, for transfers whose lease will end."""
-        for leg in self._legs_of(origin):
-            if leg not in self._owed:  # otherwise its transfer is over, and let go
-                leg.transfer._missed = why
+        for end, _ in self._legs_of(origin):
+            if end is not None:
+                end._missed = why
 
     def reattach(self, link: ConnectionPort) -> None:
         """Repeat this side's transfer requests to a peer on a new link.
@@ -551,16 +555,16 @@ class TransferRegistry:
         If this link fails too, or the peer has too many requests to answer, they wait
         for the next link.
         """
-        for leg in list(self._legs_of(link.peer.origin)):
-            if leg not in self._owed:
-                leg.transfer._missed = ""
+        for end, leg in list(self._legs_of(link.peer.origin)):
+            if end is not None:
+                end._missed = ""
             if not leg.asks or leg.state is not LegState.WAITING:
                 continue
             with suppress(ConnectionClosed, UsageError):
-                if leg in self._owed:
+                if end is None:
                     leg.ask(link)
                 else:
-                    leg.transfer._ask(link)
+                    end._ask(link)
 
     # --- the end ----------------------------------------------------------------------
 

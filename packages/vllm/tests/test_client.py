@@ -108,6 +108,7 @@ async def test_engines_behind_https(tmp_path: Path, *, trusted: bool) -> None:
     async def answer(reader: asyncio.StreamReader, writer: Any) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(HEAD + b"content-length: 0\r\n\r\n")
+        writer.close()
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
     async with server:
