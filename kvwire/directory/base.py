@@ -32,6 +32,7 @@ from kvwire.aio import (
     Upkeep,
     cancelled_once,
     end_task,
+    gather_all,
     run_to_completion,
     start_task,
 )
@@ -312,7 +313,7 @@ class Directory(AsyncWith, ABC):
                 break
 
     async def _withdraw_all(self) -> None:
-        await asyncio.gather(*map(self.withdraw, list(self._announcements)))
+        await gather_all(*map(self.withdraw, list(self._announcements)))
         await self.disconnect()
 
     async def _withdraw(self, key: str, keeper: asyncio.Task[None]) -> None:

@@ -25,7 +25,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvwire.aio import end_task, run_to_completion, start_task
+from kvwire.aio import end_task, gather_all, run_to_completion, start_task
 from kvwire.config import local_path
 from kvwire.errors import UsageError, not_looked_up, printable
 from kvwire.extras import needed_by
@@ -238,7 +238,7 @@ class RedisClient:
         Cancel safety: the close is finished first.
         """
         clients = {self.commands, self.channel}
-        await run_to_completion(asyncio.gather(*map(_closed, clients)))
+        await run_to_completion(gather_all(*map(_closed, clients)))
 
 
 class RedisServers:

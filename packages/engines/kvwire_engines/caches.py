@@ -15,7 +15,6 @@ beginning share its blocks. The tokens after the last full block are computed ag
 
 from __future__ import annotations
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import sha256
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import Communicator, Connection, Outcome, PagedCache
-from kvwire.aio import run_to_completion
+from kvwire.aio import gather_all, run_to_completion
 from kvwire.errors import UsageError
 from kvwire.kv.hashing import HashScheme
 from kvwire_engines.sources import (
@@ -185,7 +184,7 @@ class Caches(ABC):
             source.block_tokens: HashScheme(source.block_tokens).block_hashes(ids)
             for source in self.sources
         }
-        found = await asyncio.gather(
+        found = await gather_all(
             *(
                 self.store.match(
                     chains[source.block_tokens],

@@ -10,7 +10,7 @@ from typing import Final
 from cyclopts import App
 from rich.console import Console
 
-from kvwire.errors import KVWireError, without_password
+from kvwire.errors import without_password
 from kvwire.types import Address
 from kvwire_store import BlockStore
 
@@ -47,12 +47,7 @@ def serve(
         tenant: The tenant that owns the blocks.
     """
     where = Address.parse(listen)
-    try:
-        asyncio.run(_serve(engine, slots, tier, where, weights, tenant))
-    except KVWireError:
-        raise
-    except OSError as exc:
-        raise KVWireError(f"{listen}: {exc.strerror or exc}") from None
+    asyncio.run(_serve(engine, slots, tier, where, weights, tenant))
 
 
 async def _serve(

@@ -16,7 +16,7 @@ import msgspec
 from cyclopts import App, Parameter
 from rich.console import Console
 
-from kvwire import Config, KVWireError, UsageError
+from kvwire import Config, UsageError
 from kvwire.directory import Selector
 from kvwire.errors import without_password
 from kvwire.observe.view import TopTable, text_of
@@ -151,7 +151,7 @@ def serve(
     settings = access.settings | announcement.settings
     settings["berth_bytes"] = _berth_bytes(berth)
     opening = BlockStore.open(tier, write=write, tenants=access.tenant)
-    _run(_serve(listen, tier, opening, metrics, settings), listen)
+    asyncio.run(_serve(listen, tier, opening, metrics, settings))
 
 
 @app.command
@@ -170,7 +170,7 @@ def stats(
         json: Print JSON instead.
     """
     where = address.removeprefix("kvwire://")
-    report = _run(ask_report(where, client.settings), address)
+    report = asyncio.run(ask_report(where, client.settings))
     if json:
         document = msgspec.json.encode(_plain(report))
         sys.stdout.buffer.write(msgspec.json.format(document) + b"\n")
@@ -202,7 +202,7 @@ def delete(
     if not (tenant or every or _agreed(f"delete all blocks at {address}?")):
         raise UsageError("nothing is deleted: pass --all, or --tenant NAME")
     where = address.removeprefix("kvwire://")
-    deleted = _run(delete_all(where, client.settings, tenant), address)
+    deleted = asyncio.run(delete_all(where, client.settings, tenant))
     print(f"deleted {deleted:,} block{'' if deleted == 1 else 's'}")
 
 
@@ -219,15 +219,6 @@ def _berth_bytes(text: str) -> int:
         return read_bytes(text)
     except UsageError as exc:
         raise UsageError(f"--berth {exc}") from None
-
-
-def _run(work: Any, address: str) -> Any:
-    try:
-        return asyncio.run(work)
-    except KVWireError:
-        raise  # some are OSErrors as well, and they name the address
-    except OSError as exc:
-        raise KVWireError(f"{address}: {exc.strerror or exc}") from None
 
 
 async def _serve(

@@ -40,6 +40,18 @@ def deserialisers(source: Source) -> Iterator[Finding]:
 _STARTS = re.compile(r"(?:\basyncio|loop(?:\(\))?)\.create_task\(")
 
 
+def ownerless(source: Source) -> Iterator[Finding]:
+    """Coroutines that go on alone once another one of them has raised."""
+    for node in ast.walk(source.syntax):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name("asyncio"), attr="gather"),
+                keywords=keywords,
+            ) if all(one.arg != "return_exceptions" for one in keywords):
+                text = "aio.gather_all(...) waits for all of them before it raises"
+                yield Finding(source.path, node.lineno, "gather", text)
+
+
 # --- types whose plan msgspec would build in several threads at once ------------------
 
 _IN_A_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -141,6 +153,25 @@ CHECKS = (
             ("kvwire/a.py", "self._loop.create_task(work())"),
         ],
         good=[("kvwire/a.py", "group.create_task(work())\nstart_task(work())")],
+    ),
+    Check(
+        name="no coroutine goes on without an owner",
+        over=CODE,
+        find=each(ownerless),
+        bad=[("kvwire/a.py", "async def f():\n    await asyncio.gather(*map(g, x))")],
+        good=[
+            ("kvwire/a.py", "async def f():\n    await gather_all(*map(g, x))"),
+            (
+                "kvwire/a.py",
+                "async def f():\n    await asyncio.gather(*x, return_exceptions=True)",
+            ),
+        ],
+        excused={
+            "kvwire/transfers/incoming.py::gather": "it cancels the rest, and waits",
+            "packages/certify/kvwire_certify/player.py::gather": "its process ends",
+            "packages/certify/kvwire_certify/targets/kvwire.py::gather": "an accept "
+            "without a connect never ends; closing the communicator ends it",
+        },
     ),
     Check(
         name="decoders are built at import",

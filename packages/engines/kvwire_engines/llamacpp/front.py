@@ -21,8 +21,9 @@ import msgspec
 import numpy as np
 
 from kvwire.aio import gather_all, start_task
-from kvwire.errors import KVWireError, error_text
+from kvwire.errors import KVWireError, ListenError, error_text
 from kvwire.extras import needed_by
+from kvwire.types import Address
 from kvwire_engines.llamacpp.sessions import (
     EngineLost,
     LlamaCppSessions,
@@ -91,6 +92,9 @@ class SessionFront:
         sessions: The server's sessions.
         host: The address to listen on.
         port: The port; 0 for any.
+
+    Raises:
+        ListenError: It cannot listen there.
     """
 
     def __init__(self, sessions: LlamaCppSessions, host: str, port: int) -> None:
@@ -126,7 +130,13 @@ class SessionFront:
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
         )
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as exc:
+            await self.__aexit__()
+            where = Address("tcp", self._host, self._port)
+            text = f"cannot listen on {where}: {exc.strerror or exc}"
+            raise ListenError(text, address=str(where), errno=exc.errno) from None
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -201,7 +211,7 @@ class SessionFront:
                 response = await self._pass(request, msgspec.json.encode(fields))
             finally:
                 # Whatever it has computed, also for a client that has gone.
-                slot.tokens = tokens
+                slot.tokens = tokens if identity == self._identity else _NONE
                 keeping = start_task(self._keep(slot, headers))
                 self._keeping.add(keeping)
                 keeping.add_done_callback(self._keeping.discard)
@@ -289,7 +299,12 @@ class SessionFront:
         found, holds = await gather_all(*asked)
         if found != self._identity or len(self._slots) != found.slots:
             self._identity = found
-            self._slots = [_Slot(number) for number in range(found.slots)]
+            # A slot that is still answering, or being stored, stays taken.
+            taken = {slot.number: slot for slot in self._busy}
+            numbers = range(found.slots)
+            self._slots = [taken.get(one) or _Slot(one) for one in numbers]
+            for slot in self._slots:
+                slot.tokens = _NONE
             self._idle.set()  # those who wait for the old ones
         for slot in self._slots:
             if slot not in self._busy and holds.get(slot.number, 0) < slot.tokens.size:

@@ -14,12 +14,13 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import aiohttp
 import numpy as np
+from aiohttp import web
 
 from tests.support.runs import Beside, beside
 
@@ -160,6 +161,20 @@ async def llama_server(
         server.url = await server.line()
         server.folder = slots
         yield server
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+) -> AsyncIterator[str]:
+    """Serve HTTP in this process, as something in the place of llama-server does."""
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
 
 
 def _byte_tokens() -> list[str]:

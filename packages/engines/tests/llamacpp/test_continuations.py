@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 import aiohttp
-import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -26,23 +25,13 @@ from packages.engines.tests.llamacpp.server import (
     LlamaServer,
     llama_server,
     prompt_of,
-    toy_model,
 )
 from tests.support.depth import examples
-
-_WHY = "not installed here; `make test-llamacpp` installs it"
-pytest.importorskip("xllamacpp", reason=f"xllamacpp: {_WHY}")
-pytest.importorskip("gguf", reason=f"gguf: {_WHY}")
 
 REQUESTS: Final = 6
 # Of log-probabilities, whose standard deviation over the vocabulary is about 3.
 NEAR_TIE: Final = 0.1
 COUNTS: collections.Counter[str] = collections.Counter()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_model(tmp_path_factory.mktemp("model") / "toy.gguf")
 
 
 class Round:

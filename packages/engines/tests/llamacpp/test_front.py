@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvwire.cli.main import main
 from kvwire_engines.llamacpp import LlamaCppSessions
 from kvwire_engines.llamacpp.front import SessionFront
 from kvwire_engines.llamacpp.sessions import BLOCK_TOKENS
@@ -25,19 +27,11 @@ from packages.engines.tests.llamacpp.server import (
     LlamaServer,
     llama_server,
     prompt_of,
+    serving,
     toy_model,
 )
 from tests.support.pairs import until
 from tests.support.runs import Beside, beside
-
-_WHY = "not installed here; `make test-llamacpp` installs it"
-pytest.importorskip("xllamacpp", reason=f"xllamacpp: {_WHY}")
-pytest.importorskip("gguf", reason=f"gguf: {_WHY}")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_model(tmp_path_factory.mktemp("model") / "toy.gguf")
 
 
 @contextlib.asynccontextmanager
@@ -140,11 +134,8 @@ async def test_another_server_is_named(tmp_path: Path, answer: bytes) -> None:
     async def other(_: web.BaseRequest) -> web.Response:
         return web.Response(body=answer, content_type="application/json")
 
-    runner = web.ServerRunner(web.Server(other))
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    where = f"http://127.0.0.1:{runner.addresses[0][1]}"
     async with (
+        serving(other) as where,
         BlockStore.open(["memory:64MiB"]) as store,
         LlamaCppSessions(store, where, tmp_path) as sessions,
         SessionFront(sessions, "127.0.0.1", 0) as front,
@@ -153,7 +144,58 @@ async def test_another_server_is_named(tmp_path: Path, answer: bytes) -> None:
     ):
         assert response.status == 502
         assert where in await response.text()
-    await runner.cleanup()
+
+
+async def test_a_slot_is_used_once_also_after_a_swap(tmp_path: Path) -> None:
+    """An answer that began before the swap of models has its slot until its end."""
+    asked = asyncio.Queue[int]()
+    ends = asyncio.Event()
+    alias = "one"
+
+    async def other(request: web.BaseRequest) -> web.Response:
+        match request.path:
+            case "/props":
+                return web.json_response({"total_slots": 2, "model_alias": alias})
+            case "/lora-adapters" | "/slots":
+                return web.json_response([])
+            case "/completion":
+                asked.put_nowait((await request.json())["id_slot"])
+                await ends.wait()
+        return web.json_response({})
+
+    async with (
+        serving(other) as where,
+        BlockStore.open(["memory:64MiB"]) as store,
+        LlamaCppSessions(store, where, tmp_path) as sessions,
+        SessionFront(sessions, "127.0.0.1", 0) as front,
+        aiohttp.ClientSession() as session,
+        asyncio.TaskGroup() as clients,
+    ):
+
+        async def client() -> None:
+            body = {"prompt": [1, 2]}
+            async with session.post(f"{front.url}/completion", json=body) as answer:
+                assert answer.status == 200
+
+        clients.create_task(client())
+        first = await asked.get()
+        alias = "two"
+        clients.create_task(client())
+        second = await asked.get()
+        ends.set()
+    assert {first, second} == {0, 1}
+
+
+def test_an_address_in_use_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        where = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = ["session", "serve", "--engine", "http://127.0.0.1:9"]
+        command += ["--slots", str(tmp_path), "--tier", "memory:16MiB"]
+        assert main([*command, "--listen", where]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvwire: cannot listen on tcp://{where}: ")
 
 
 async def test_a_folder_that_is_gone_costs_the_session_and_no_request(

@@ -24,12 +24,9 @@ from packages.engines.tests.llamacpp.server import (
     LlamaServer,
     llama_server,
     prompt_of,
+    serving,
     toy_model,
 )
-
-_WHY = "not installed here; `make test-llamacpp` installs it"
-pytest.importorskip("xllamacpp", reason=f"xllamacpp: {_WHY}")
-pytest.importorskip("gguf", reason=f"gguf: {_WHY}")
 
 FORMS = {
     "f16": (),
@@ -38,11 +35,6 @@ FORMS = {
     "no-flash": ("--flash", "DISABLED"),
     "two-slots": ("--parallel", "2"),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return toy_model(tmp_path_factory.mktemp("model") / "toy.gguf")
 
 
 async def went_on(
@@ -165,23 +157,17 @@ async def test_a_restore_that_restored_nothing_is_an_error(
         ) as answer:
             return web.Response(status=answer.status, body=await answer.read())
 
-    runner = web.ServerRunner(web.Server(lying))
-    await runner.setup()
     async with (
         BlockStore.open(["memory:64MiB"]) as store,
         llama_server(model, tmp_path) as server,
         aiohttp.ClientSession() as session,
+        serving(lying) as url,
+        LlamaCppSessions(store, url, server.folder) as sessions,
     ):
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
         await went_on(server, store, prompt)
-        async with LlamaCppSessions(
-            store, f"http://{host}:{port}", server.folder
-        ) as sessions:
-            with pytest.raises(EngineLost, match="restored 0 of 96 tokens"):
-                await sessions.get(0, prompt)
+        with pytest.raises(EngineLost, match="restored 0 of 96 tokens"):
+            await sessions.get(0, prompt)
         held = await server.complete([97], id_slot=0)
-        await runner.cleanup()
     assert held["timings"]["cache_n"] == 0, "what was restored there is erased"
 
 

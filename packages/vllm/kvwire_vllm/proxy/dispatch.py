@@ -34,7 +34,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvwire.aio import end_task, start_task
+from kvwire.aio import end_task, gather_all, start_task
 from kvwire.spi import DECODE_ERRORS
 from kvwire_vllm.announce import DECODE, PREFILL
 from kvwire_vllm.metadata import answer as kv_params
@@ -217,7 +217,7 @@ class Dispatcher:
     async def _dead(self, *engines: VllmEngine | None) -> set[VllmEngine]:
         """Return the engines that have died already, so not of the next request."""
         known = [engine for engine in engines if engine is not None and engine.is_up]
-        await asyncio.gather(*map(self._client.probe, known))
+        await gather_all(*map(self._client.probe, known))
         return {engine for engine in known if engine.down}
 
     # --- one try ----------------------------------------------------------------------

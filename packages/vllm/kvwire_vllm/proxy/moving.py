@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
+from kvwire.aio import gather_all
 from kvwire_vllm.announce import DECODE
 from kvwire_vllm.proxy.client import EngineFailed, EngineResponse
 from kvwire_vllm.proxy.dispatch import (
@@ -555,7 +556,7 @@ class Moves:
             where = {STAYED: why} if why else {MOVED: asked.engines[-1]}
             return {"request": stream.id, **where}
 
-        return await asyncio.gather(*map(one, asked))
+        return await gather_all(*map(one, asked))
 
     def named(self, name: str) -> list[ClientRequest]:
         """Return the requests with this id in their answers."""

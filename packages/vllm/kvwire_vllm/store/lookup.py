@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from kvwire import Communicator, Connection, Engine
+from kvwire.aio import gather_all
 from kvwire.config import Config
 from kvwire.directory.own_folder import own_folder, temporary_folder
 from kvwire.errors import KVWireError, UsageError
@@ -113,7 +114,7 @@ class Lookup:
                 async with asyncio.timeout(timeout_s):
                     there = self._addresses
                     asked = (self._ask(one, question) for one in there)
-                    return min(await asyncio.gather(*asked))
+                    return min(await gather_all(*asked))
             except (KVWireError, TimeoutError, OSError) as exc:
                 logger.warning(
                     "could not look up blocks in the store: %s", str(exc) or repr(exc)

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from kvwire.aio import gather_all
 from kvwire.backend import API_VERSION, Availability, Capabilities, Link
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import BOOTSTRAP_BYTES_MAX
@@ -118,7 +119,7 @@ async def _(rig: LinkRig) -> None:
 async def _(rig: LinkRig) -> None:
     listener = await rig.listen()
     await rig.within(
-        asyncio.gather(*(rig.connect(listener.address) for _ in range(16))), "connects"
+        gather_all(*(rig.connect(listener.address) for _ in range(16))), "connects"
     )
     for _ in range(16):
         await rig.accept()
