@@ -77,14 +77,11 @@ def test_each_page_leads_to_the_next_of_the_index(browser: Site) -> None:
 
 def test_a_name_leads_to_its_whole_signature(browser: Site) -> None:
     browser.open("reference/api.html")
-    browser.run(
-        "document.querySelector('a[href$=\"#kvwire.Connection.pull\"]').click()"
-    )
-    there = "reference/api/connect.html#kvwire.Connection.pull"
+    browser.run("document.querySelector('a[href$=\"#kvwire.Connection\"]').click()")
+    there = "reference/api/connect.html#kvwire.Connection"
     assert browser.until(lambda _: browser.at == there, there)
     # An option that the code has as **options.
-    signature = "h4[id='kvwire.Connection.pull'] + .doc-signature"
-    assert browser.find(signature, "lease_s: float")
+    assert browser.find("#connectionpull + .highlight", "lease_s: float")
 
 
 def test_a_key_leads_to_its_row_of_the_configuration(browser: Site) -> None:

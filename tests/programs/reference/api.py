@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-from collections.abc import Iterator
-from typing import Any, Final
+from functools import cache
+from typing import Final
 
+import kvwire
+from tests.programs.reference.docstrings import described, found, members
+from tests.programs.reference.examples import INTRODUCTION, block
 from tests.programs.reference.words import purpose, table
 
 _INTRODUCTION: Final = """\
 # The Python API
 
 Written from the code by `make reference`: every public name by topic, with its
-members. Links lead to whole signatures, arguments with their units, the errors that are
-raised, and what a cancellation does. `help(kvwire.Connection.pull)` shows the same.
-Elsewhere: [configuration](configuration.md), [errors](errors.md),
+members. Elsewhere: [configuration](configuration.md), [errors](errors.md),
 [metrics](metrics.md), and a table of [which call belongs to which](verbs.md) on the
 other side.
 """
@@ -194,50 +194,34 @@ def index() -> str:
     """The names of all topics."""
     parts = [_INTRODUCTION]
     for topic in TOPICS:
-        rows = table(("name", "", "members"), map(_row, topic.names, _pages(topic)))
-        parts.append(
-            f"## {topic.title}\n\n[All of it](api/{topic.page}.md)\n\n{rows}\n"
-        )
+        where = f"api/{topic.page}.md"
+        rows = table(("name", ""), (_row(name, where) for name in topic.names))
+        parts.append(f"## [{topic.title}]({where})\n\n{rows}\n")
     return "\n".join(parts)
 
 
 def page(topic: Topic) -> str:
-    """What the site has of one topic; mkdocstrings writes it from the docstrings."""
-    names = "".join(f"\n::: {name}\n" for name in topic.names)
-    return f"# {topic.title}\n\n{topic.text} [Other topics](../api.md).\n{names}"
+    """One topic: each of its names with its signature, its docstring, an example."""
+    names = [described(name, _links(), block(name)) for name in topic.names]
+    text = f"{topic.text} [Other topics](../api.md)."
+    return "\n\n".join((f"# {topic.title}", text, INTRODUCTION, *names)) + "\n"
 
 
-def _pages(topic: Topic) -> list[str]:
-    return [f"api/{topic.page}.md"] * len(topic.names)
+@cache
+def _links() -> dict[str, str]:
+    """Where each name is explained."""
+    found_at = {}
+    for topic in TOPICS:
+        for name in topic.names:
+            for whole in (name, *(f"{name}.{one}" for one in members(found(name)))):
+                found_at[whole] = f"{topic.page}.md#{whole}"
+    for name in kvwire.__all__:
+        thing = getattr(kvwire, name)
+        if inspect.isclass(thing) and issubclass(thing, kvwire.KVWireError):
+            found_at[f"kvwire.{name}"] = f"../errors.md#{name}"
+    return found_at
 
 
-def _row(name: str, where: str) -> tuple[str, str, str]:
-    thing = _found(name)
+def _row(name: str, where: str) -> tuple[str, str]:
     short = name if name.count(".") > 1 else name.removeprefix("kvwire.")
-    members = ", ".join(
-        f"[`{member}`]({where}#{name}.{member})" for member in _members(thing)
-    )
-    return f"[`{short}`]({where}#{name})", purpose(thing), members
-
-
-def _found(name: str) -> Any:
-    module, _, own = name.rpartition(".")
-    return getattr(importlib.import_module(module), own)
-
-
-def _members(thing: Any) -> Iterator[str]:
-    """The public members with a docstring of their own, as the site shows them."""
-    if not inspect.isclass(thing):
-        return
-    seen = set[str]()
-    for base in thing.__mro__:
-        if not base.__module__.startswith("kvwire"):
-            continue
-        for name, member in vars(base).items():
-            documented = callable(member) or isinstance(
-                member, property | classmethod | staticmethod
-            )
-            if name[0] != "_" and name not in seen and documented:
-                seen.add(name)
-                if getattr(thing, name).__doc__:
-                    yield name
+    return f"[`{short}`]({where}#{name})", purpose(found(name))

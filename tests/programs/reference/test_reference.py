@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
 import kvwire
 from tests.programs.reference import FOLDER, PAGES
 from tests.programs.reference.api import TOPICS
+from tests.programs.reference.examples import ELSEWHERE, EXAMPLES, run
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -28,6 +30,26 @@ def test_every_public_name_has_its_place() -> None:
         and issubclass(cls, kvwire.KVWireError)
     } | {"Config", "__version__"}
     assert set(kvwire.__all__) - elsewhere <= placed
+
+
+def test_every_name_has_an_example() -> None:
+    named = {name for topic in TOPICS for name in topic.names}
+    assert named == {*EXAMPLES, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", {one: name for name, one in EXAMPLES.items()}.values())
+async def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    await run(name, tmp_path)
+
+
+def test_signatures_are_whole() -> None:
+    """Options of a transfer one by one, keys of Config with their defaults."""
+    text = PAGES["api/connect.md"]()
+    assert "Unpack" not in text
+    pull = text.partition('<a id="kvwire.Connection.pull">')[2].partition("###")[0]
+    assert "    lease_s: float | None = ...,\n" in pull
+    opened = text.partition('<a id="kvwire.open">')[2].partition("## ")[0]
+    assert "    lease_s: float = 30.0,\n" in opened
 
 
 def test_only_bytes_have_binary_units() -> None:
