@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeAlias
 
+import numpy as np
+
 from kvwire import limits
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import BlockSet, Ids
 from kvwire.kv.layout import AXES
 from kvwire.kv.paged import PagedCache, computed_once
 from kvwire.kv.spec import KVSpec
@@ -79,6 +81,16 @@ class Geometry:
             (g.name, g.spec.to_pairs(), " ".join(g.order), g.blocks, g.tokens)
             for g in self.groups
         )
+
+    @cached_property
+    def capacities(self) -> Mapping[str, int]:
+        """Return the number of valid tokens of each group."""
+        return {group.name: group.capacity for group in self.groups}
+
+    @cached_property
+    def no_blocks(self) -> BlockSet:
+        """Return none of the blocks of each group."""
+        return BlockSet({group.name: np.empty(0, np.int64) for group in self.groups})
 
     @classmethod
     def decode(cls, fields: object) -> Geometry:

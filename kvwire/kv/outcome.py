@@ -179,6 +179,9 @@ def nothing_landed(
 ) -> Outcome:
     """Return the outcome of a transfer that ended before there was a plan."""
     lists = cache.block_lists(blocks)
+    # Many waiting transfers may end in one turn of the loop: what they have in common
+    # is made once.
+    geometry = describe(cache, lists, tokens)
     missing = {
         name: MissingOfGroup(
             ids,
@@ -190,12 +193,12 @@ def nothing_landed(
     }
     return Outcome(
         complete=False,
-        landed=BlockSet({name: np.empty(0, np.int64) for name in lists}),
+        landed=geometry.no_blocks,
         missing=missing_blocks(missing, [reason]),
         usable_prefix=0,
         usable_tokens=0,
         lists=lists,
-        tokens={g.name: g.capacity for g in describe(cache, lists, tokens).groups},
+        tokens=geometry.capacities,
         timings=timings or Timings(),
     )
 

@@ -137,8 +137,8 @@ class Generations:
                 beyond = renew_compiled.held(
                     self.address,
                     self._count,
-                    places.tobytes(),
-                    fresh.tobytes(),
+                    _column(places),
+                    _column(fresh),
                     places.size,
                 )
             else:
@@ -173,8 +173,8 @@ class Generations:
         same_compiled.held(
             self.address,
             self._count,
-            places.tobytes(),
-            generations.tobytes(),
+            _column(places),
+            _column(generations),
             places.size,
             as_argument(same),
         )
@@ -237,7 +237,18 @@ def _require_one_each(numbers: Array, places: Array) -> None:
 
 def _places(ids: Ids) -> Array:
     """Return block ids; a negative id becomes larger than any table."""
-    return np.asarray(ids, np.int64).view(np.uint64)
+    return np.ascontiguousarray(ids, np.int64).view(np.uint64)
+
+
+def _column(numbers: Array) -> bytes | int:
+    """Return numbers as an argument, which the caller's array keeps alive.
+
+    A short column is copied in less time than its address takes. A long one has
+    megabytes.
+    """
+    if numbers.size <= _POOL or not numbers.flags.c_contiguous:
+        return numbers.tobytes()
+    return int(numbers.__array_interface__["data"][0])
 
 
 def _random(count: int) -> Array:

@@ -149,6 +149,8 @@ class TransferRegistry:
         self._waiting_bytes: Counter[ConnectionPort] = Counter()
         # The owed legs in all slots, as an ordered set.
         self._owed: dict[Leg, None] = {}
+        # Those whose producer may not know the landed parts.
+        self._unsettled: set[Leg] = set()
         self._all_settled = asyncio.Event()
         self._all_settled.set()
         # The timer of the next check for long-open transfers; None while none is open.
@@ -381,14 +383,14 @@ class TransferRegistry:
         slot = self._slots.get(key)
         if slot is None:
             return
-        asked = slot.asked
-        slot.asked = {}
-        for question in asked.values():
-            self._waits_no_more(question)
-        for question in asked.values():
-            self.opened(question.link, question.event)
-        if slot.end is None and not slot.owed:
-            self._tidy(key)
+        if slot.asked:
+            asked = slot.asked
+            slot.asked = {}
+            for question in asked.values():
+                self._waits_no_more(question)
+            for question in asked.values():
+                self.opened(question.link, question.event)
+        self._tidy(key)
 
     def _tidy(self, key: Key) -> None:
         """Remove a slot if it is empty."""
@@ -461,6 +463,7 @@ class TransferRegistry:
             self._owed[leg] = None  # a leg of one of the caller's transfers
             slot.owed.append(leg)
             if end._given_up is None:
+                self._unsettled.add(leg)  # one of the owed legs
                 self._all_settled.clear()
         if leg.state in OFF_LINK:
             end._loop.call_later(end._lease_s, self._forget, key, leg)
@@ -475,6 +478,7 @@ class TransferRegistry:
         if leg not in self._owed:
             return
         del self._owed[leg]
+        self._unsettled.discard(leg)
         self._slots[key].owed.remove(leg)
         if not self.unsettled:
             self._all_settled.set()
@@ -483,7 +487,7 @@ class TransferRegistry:
     @property
     def unsettled(self) -> bool:
         """Whether some producer may not know the landed parts yet."""
-        return any(leg.transfer._given_up is None for leg in self._owed)
+        return bool(self._unsettled)
 
     async def all_settled(self) -> None:
         """Wait until every producer knows the landed parts, or has given up.

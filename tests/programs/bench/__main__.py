@@ -209,6 +209,26 @@ def codecs(*, codec: str = "all", rounds: Rounds = 5, json: Output = None) -> No
 
 
 @app.command
+def sizes(
+    *,
+    tier_mib: Annotated[int, within(1, 65_536)] = 1024,
+    requests: Annotated[int, within(1, 1_000_000)] = 100_000,
+    blocks: Annotated[int, within(1, 1_000_000)] = 300_000,
+) -> None:
+    """What large numbers cost: blocks kept, published requests that end, offers.
+
+    Args:
+        tier_mib: MiB of the memory tier that is filled.
+        requests: Requests that are open when their communicator closes.
+        blocks: Blocks that are offered at once.
+    """
+    from tests.programs.bench import sizes as large
+
+    found = asyncio.run(large.sizes(tier_mib * MIB, requests, blocks))
+    report.show(large.render(found), lambda: None, json=None)
+
+
+@app.command
 def install() -> None:
     """How to install the peers."""
     for peer in PEERS.values():

@@ -106,14 +106,21 @@ class Slabs:
         if nbytes in self._seen:
             return ""
         self._seen.add(nbytes)  # bounded: by the namespaces
-        used = self.capacity(rounded(nbytes)) * rounded(nbytes)
+        size = rounded(nbytes)
+        count = self.capacity(size)
+        used = count * nbytes
         if not used or 2 * used > self.slab_bytes:
             return ""
-        return (
-            f"blocks of {nbytes} bytes can use {used / self.slab_bytes:.0%} of it, "
-            f"since a slab of {in_bytes(self.slab_bytes)} has at most {self.stride} "
-            f"blocks; open it with ?slab={used // KIB}KiB"
-        )
+        share = f"blocks of {nbytes} bytes can use {used / self.slab_bytes:.1%} of it"
+        reasons = []
+        if size >= 2 * nbytes:
+            reasons.append(f"each takes {size} bytes")
+        if 2 * count * size <= self.slab_bytes:
+            reasons.append(
+                f"a slab of {in_bytes(self.slab_bytes)} has at most {self.stride} "
+                f"blocks; open it with ?slab={count * size // KIB}KiB"
+            )
+        return f"{share}, since {', and '.join(reasons)}"
 
     def free(self, slot_bytes: int) -> int:
         """Return the number of slots of a size that :meth:`take` could return."""

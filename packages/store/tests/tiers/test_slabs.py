@@ -77,8 +77,8 @@ def test_small_blocks_fill_a_tier_of_any_size(size: str) -> None:
     nbytes = address.size(address.place)
     slab = address.slab_bytes(nbytes)
     slabs = Slabs(nbytes // slab, slab)
-    for block in (4 * KIB, 16 * KIB, 64 * KIB):
-        used = len(slabs) * slabs.capacity(block) * block
+    for block in (2 * KIB, 4 * KIB, 16 * KIB, 64 * KIB):
+        used = len(slabs) * slabs.capacity(rounded(block)) * block
         assert (2 * used > nbytes) == (not slabs.news_of(block)) or block > slab
         if block >= 16 * KIB and block <= slab:
             assert used == nbytes
@@ -87,7 +87,19 @@ def test_small_blocks_fill_a_tier_of_any_size(size: str) -> None:
 def test_who_uses_little_of_a_tier_is_told_so_once() -> None:
     slabs = Slabs(16, 64 * MIB)
     said = slabs.news_of(4 * KIB)
-    assert "can use 25% of it" in said
+    assert "can use 25.0% of it" in said
     assert said.endswith("open it with ?slab=16384KiB")
     assert not slabs.news_of(4 * KIB)
     assert not Slabs(64, 16 * MIB).news_of(4 * KIB)
+
+
+def test_blocks_smaller_than_a_page_are_told_what_they_take() -> None:
+    """What they fill is their own bytes, not the pages that they take."""
+    assert "can use 12.5% of it, since each takes 4096 bytes, and" in (
+        said := Slabs(16, 64 * MIB).news_of(2 * KIB)
+    )
+    assert said.endswith("open it with ?slab=16384KiB")
+    said = Slabs(16, 4 * MIB).news_of(2 * KIB)
+    assert "can use 50.0% of it" in said
+    assert "?slab" not in said
+    assert not Slabs(16, 4 * MIB).news_of(3 * KIB)
