@@ -10,9 +10,12 @@ If an object is not the block that its name implies, it counts as missing, and t
 put of the block replaces it.
 
 After a failure the store is left alone for a pause, which grows with each failure;
-until then every call fails at once, with the reason. Before the first request, and
-after each failure, the tier checks whether the store redirects to another host, because
-no block may be sent there.
+until then every call fails at once, with the reason.
+
+No block and no credential is sent to another host than the one that the user named.
+Before the first request, and after each failure, the tier checks whether the store
+redirects to one. obstore would follow a redirect of a single object as well, with the
+session token in a header, so such a request ends at a proxy that does not exist.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar, Final, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import numpy as np
 
@@ -45,6 +49,7 @@ from kvwire_store.limits import (
 )
 from kvwire_store.tiers.base import FAILED, LANDED, Batch, BlockResult, BlockResults
 from kvwire_store.tiers.object_answers import (
+    NO_PROXY_AT,
     is_named,
     is_no_object,
     is_past_the_end,
@@ -71,6 +76,22 @@ _SCHEMES: Final = (
     "memory",
 )
 # Options with these words would appear in every report and log that names the tier.
+_REGIONS: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
+# Where AWS gives credentials to an instance, a container, a pod and a role.
+_CREDENTIALS_AT: Final = (
+    "169.254.169.254",
+    "169.254.170.2",
+    "169.254.170.23",
+    "fd00:ec2::23",
+    "fd00:ec2::254",
+    "sts.amazonaws.com",
+)
+# Variables with another such address.
+_NAMED_AT: Final = (
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_ENDPOINT_URL_STS",
+    "AWS_METADATA_ENDPOINT",
+)
 _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
 
@@ -388,6 +409,7 @@ def bucket_of(address: TierAddress, timeout_s: float) -> Any:
                 # An http:// endpoint was chosen on purpose: a private server without
                 # TLS.
                 "allow_http": endpoint.startswith("http://"),
+                **_only_to(url_of(address), settings),
             },
             # It ends before the tier's own time limit, so its error contains the last
             # answer.
@@ -418,6 +440,30 @@ def url_of(address: TierAddress) -> str:
     if where.scheme not in ("s3", "s3a") or not endpoint:
         return ""
     return f"{endpoint.rstrip('/')}/{where.netloc}/"
+
+
+def _only_to(url: str, settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the options with which obstore reaches one host and no other.
+
+    obstore cannot be kept from following redirects. A proxy can, for all hosts but the
+    user's own server and those that give credentials. There can be only one proxy, so
+    a proxy that the environment names for this server is used instead.
+    """
+    where = urlsplit(url)
+    host = where.hostname or ""
+    proxies = getproxies()
+    named = proxies.get(where.scheme) or proxies.get("all")
+    if not host or (named and not proxy_bypass(host)):
+        return {}
+    given = {name.lower(): value for name, value in settings.items()}
+    regions = [given.get(name, "") for name in ("aws_region", "region")]
+    regions += [os.environ.get(name, "") for name in _REGIONS]
+    hosts = {host, *_CREDENTIALS_AT, *(f"sts.{one}.amazonaws.com" for one in regions)}
+    hosts |= {urlsplit(os.environ.get(name, "")).hostname or "" for name in _NAMED_AT}
+    return {
+        "proxy_url": f"http://{NO_PROXY_AT}",
+        "proxy_excludes": ",".join(sorted(filter(None, hosts))),
+    }
 
 
 def _settings(address: TierAddress) -> dict[str, str]:

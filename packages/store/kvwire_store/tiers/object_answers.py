@@ -24,8 +24,14 @@ _STATUS: Final = re.compile(r"status code: (\d{3}[\w -]*)")
 # The request and its retries, which are removed; the tier's name already has the host.
 _REQUEST: Final = re.compile(r"^.*Error performing .{1,2000}? - (?=\w)")
 _CAUSE: Final = re.compile(r'(?:message|error): "([^"]{1,200})"')
+NO_PROXY_AT: Final = "127.0.0.1:0"
+"""A proxy that nobody can be, for requests that must not be sent."""
+
 # Names in obstore's text for failures without a message.
 _CAUSES: Final[Mapping[str, str]] = {
+    f"{NO_PROXY_AT},": (
+        "it redirects to another host, and kvwire uses only the host that you named"
+    ),
     "InvalidCertificate(": "its certificate is not trusted here",
     "InvalidContentType": "it has no TLS there; write endpoint=http://",
 }

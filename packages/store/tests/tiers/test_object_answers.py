@@ -44,9 +44,15 @@ class Answering:
         self.body = body
         self.headers = dict(headers or {})
         self.asked: list[str] = []
+        # Where objects are, if not here.
+        self.elsewhere = ""
 
     async def answer(self, request: web.Request) -> web.Response:
         self.asked.append(request.method)
+        if request.match_info["path"] == "bucket/" and self.elsewhere:
+            return web.Response(status=404)
+        if self.elsewhere:
+            self.headers["Location"] = self.elsewhere
         return web.Response(status=self.status, text=self.body, headers=self.headers)
 
     @asynccontextmanager
@@ -137,6 +143,35 @@ async def test_no_block_goes_to_another_host(status: int) -> None:
     assert not other.asked
 
 
+@pytest.mark.parametrize("status", [303, 307])
+@pytest.mark.parametrize("verb", ["put", "get", "delete"])
+async def test_an_object_that_is_elsewhere_is_not_followed_there(
+    monkeypatch: pytest.MonkeyPatch, status: int, verb: str
+) -> None:
+    """A bucket that redirects nothing but its objects is sent no token for them."""
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "temporary")
+    source = Filled(seed=1).cache
+    other, sends = Answering(200, "<ok/>"), Answering(404, "")
+    async with (
+        other.serving() as elsewhere,
+        sends.serving() as url,
+        BlockStore.open(["memory:256KiB", tier(url, 2)]) as store,
+    ):
+        sends.status = status
+        sends.elsewhere = elsewhere.replace("127.0.0.1", "localhost")
+        if verb == "put":
+            done = await store.put(chain(1), source, [0])
+            assert done.missing
+        elif verb == "get":
+            done = await store.get(chain(1), source, [0])
+            assert done.missing
+        else:
+            with pytest.raises(OSError, match="delete"):
+                await store.delete(chain(1), source)
+    assert sends.asked[1:]
+    assert not other.asked
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -152,6 +187,10 @@ async def test_no_block_goes_to_another_host(status: int) -> None:
         (
             "Error - it fails\n\nDebug source:\nInvalidCertificate(x)",
             "Error - it fails: its cert",
+        ),
+        (
+            "Error - it fails\n\nDebug source:\nConnect, 127.0.0.1:0, Os",
+            "Error - it fails: it redirects to another host",
         ),
         (
             "Generic S3 error: " + HEAD.partition("Server")[0] + "it hung up",
