@@ -32,7 +32,7 @@ from typing import (
     TypeVar,
 )
 
-from kvwire.errors import UsageError
+from kvwire.errors import NotAwaited, UsageError
 from kvwire.types import Deadline, Instant, Uncopied
 
 P = ParamSpec("P")
@@ -536,7 +536,7 @@ def unusable(
 
         def missing(self: T, name: str) -> NoReturn:
             if name in names:
-                raise UsageError(f"{name}: {remedy}")
+                raise NotAwaited(f"{name}: {remedy}")
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(text, name=name, obj=self)
 

@@ -3,6 +3,9 @@
 * :exc:`KVWireError`
 
   * :exc:`UsageError`: the call was wrong; nothing was sent.
+
+    * :exc:`NotAwaited`: also an ``AttributeError``.
+
   * :exc:`BackendUnavailable`: scheme unknown, library missing, or wrong API version.
   * :exc:`ListenError`: it is impossible to listen on an address; also an ``OSError``.
   * :exc:`ConnectError`: an address cannot be reached; also an ``OSError``.
@@ -111,6 +114,14 @@ def _made_again(kind: type[KVWireError], args: tuple[Any, ...]) -> KVWireError:
 
 class UsageError(KVWireError, ValueError):
     """The call was wrong; nothing was sent. The message names the change to make."""
+
+
+class NotAwaited(UsageError, AttributeError):
+    """A result's name was used on what has yet to be awaited.
+
+    As an ``AttributeError``, so that ``hasattr`` is False and ``getattr`` has its
+    default: libraries ask any object what it can do.
+    """
 
 
 class BackendUnavailable(KVWireError):

@@ -77,6 +77,26 @@ async def test_a_codec_at_one_end_is_named_as_the_reason(tmp_path: Path) -> None
         assert "head_dim" not in outcome.missing.reasons[0]
 
 
+@pytest.mark.parametrize("like", [bytes, str, list, dict, kvwire.Outcome, Path])
+async def test_a_library_may_ask_any_object_what_it_can_do(
+    like: type, tmp_path: Path
+) -> None:
+    """As json's, rich's and NumPy's ask with ``hasattr`` and ``getattr``."""
+    async with things(tmp_path) as there:
+        out = there.b.publish("x", there.kv, [0])
+        inc = there.conn.pull("x", there.kv, [1])
+        memory = there.b.register(bytearray(8), "readwrite")
+        asked = (
+            *(there.a, there.conn, there.kv, out, inc, memory, kvwire.join(inc)),
+            *(there.conn.recv(1), there.a.connections(), kvwire.open()),
+        )
+        for found in asked:
+            for name in {*dir(found), *dir(like), "shape", "__array__", "no_such"}:
+                hasattr(found, name)  # an error of any other kind passes through
+            assert not hasattr(found, "no_such")
+            assert getattr(found, "no_such", like) is like
+
+
 async def test_async_with_an_engine_names_the_other_two_ways() -> None:
     told = pytest.raises(kvwire.UsageError, match=r"`with kvwire\.Engine\(\)`")
     with kvwire.Engine() as engine, told:

@@ -14,8 +14,8 @@ _INTRODUCTION: Final = """\
 `make reference` writes this page from the code. All exceptions that kvwire raises on
 purpose are subclasses of `kvwire.KVWireError`; only the `timeout` of an `Engine`'s
 calls raises a plain `TimeoutError`. `ConnectError` and `ListenError` are also an
-`OSError`, `DeadlineExceeded` is also a `TimeoutError`, and `UsageError` is also a
-`ValueError`.
+`OSError`, `DeadlineExceeded` is also a `TimeoutError`, `UsageError` is also a
+`ValueError`, and `NotAwaited` is also an `AttributeError`.
 
 Retry on `RequestError`, reconnect on `ConnectionClosed`, change the call on
 `UsageError`, look for a bug (or an attacker) on `ProtocolError`. A broken KV transfer
