@@ -61,7 +61,7 @@ TLS_OPTIONS: Final[Mapping[str, str]] = {
 _SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
 # Errors that concern one command or one key. All others with a code (NOREPLICAS,
 # MISCONF, BUSY, ...) concern the server.
-_OF_COMMAND: Final = ("WRONGTYPE", "SELECT")
+_OF_COMMAND: Final = ("WRONGTYPE", "SELECT", "TRYAGAIN", "ASK", "MOVED")
 # Refusals of writes by servers that go on serving reads: the disk is full, replicas are
 # missing, or it became one.
 _OF_WRITES: Final = ("MISCONF", "NOREPLICAS", "READONLY")
@@ -89,12 +89,12 @@ def of_server(error: BaseException) -> bool:
     """Return whether an error concerns the server, not just one command or key."""
     if not isinstance(error, exceptions.ResponseError):
         return True
-    if isinstance(error, _OF_KEY):
+    # While a slot moves or has no server, all other slots have theirs.
+    if isinstance(error, _OF_KEY) or _SLOT_WITHOUT_SERVER in str(error):
         return False
     if isinstance(error, (exceptions.ReadOnlyError, exceptions.ClusterDownError)):
-        # While a slot moves or has no server, all other slots have theirs.
-        return _SLOT_WITHOUT_SERVER not in str(error)
-    # The client has no class for this error, and so leaves the code in its text.
+        return True
+    # This client has no class for the error, and so leaves the code in its text.
     code = _CODE.match(str(error)) if type(error) is exceptions.ResponseError else None
     return code is not None and code[0] not in _OF_COMMAND
 

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -550,6 +551,7 @@ class Town:
 
         mine = list(node.ends)
         self.let_close()
+        self._disturbed_at = inf  # as long as it takes
         self.run(call())
         self._disturb()
         for end in mine:
