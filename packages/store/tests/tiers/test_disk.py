@@ -487,6 +487,31 @@ async def test_a_flush_brings_down_what_was_written_back(tmp_path: Path) -> None
         assert store.stats()["memory:128KiB"].blocks == 16
 
 
+async def test_what_was_flushed_outlasts_what_is_written_back_to_a_full_disk(
+    tmp_path: Path,
+) -> None:
+    """Memory evicts, the full disk does not; later both take blocks again."""
+    source, faults = Filled(seed=1), Faults()
+    tier = await disk(tmp_path, "128KiB&slab=64KiB", hook=faults)
+    async with store_on(tier, write="back", memory="memory:64KiB") as store:
+        await store.put(chain(16, "flushed"), source.cache, IDS)
+        await store.flush()
+        faults.full()
+        for turn in range(4):
+            hashes = chain(16, str(turn))
+            assert (await store.put(hashes, source.cache, IDS)).complete
+        assert await landed(store, source, hashes) == IDS
+        with pytest.raises(OSError, match=r"^16 blocks are in memory only"):
+            await store.flush()
+        assert await landed(store, source, chain(16, "flushed")) == IDS
+        faults.failing.clear()
+        await store.put(chain(8, "later"), source.cache, IDS[:8])
+        await store.flush()
+    async with BlockStore.open(["memory:64KiB", f"disk:{tmp_path}?size=128KiB"]) as two:
+        assert await landed(two, source, chain(16, "flushed")) == IDS
+        assert await landed(two, source, chain(8, "later")) == IDS[:8]
+
+
 async def test_a_write_waits_for_slots_that_are_being_read(tmp_path: Path) -> None:
     small, reading, go = blocks_of(SPEC, 24), threading.Event(), threading.Event()
 
