@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -173,6 +172,7 @@ class Town:
         # What lets a link close whose transport takes its time.
         self._closing: list[tuple[Any, Callable[[], None]]] = []
         self._disturbed_at = 0.0
+        self._restarting = False
         self._runner = asyncio.Runner(loop_factory=virtual_time.VirtualTimeLoop)
         self.loop: Any = self._runner.get_loop()
         self.loop.set_exception_handler(
@@ -356,7 +356,7 @@ class Town:
     @property
     def _sound(self) -> bool:
         """Whether nothing has disturbed links or memory for a while."""
-        if self._stopped or self._closing or self.shortages:
+        if self._stopped or self._closing or self._restarting or self.shortages:
             return False
         return bool(self.loop.time() - self._disturbed_at > SOON_S)
 
@@ -551,8 +551,9 @@ class Town:
 
         mine = list(node.ends)
         self.let_close()
-        self._disturbed_at = inf  # as long as it takes
+        self._restarting = True
         self.run(call())
+        self._restarting = False
         self._disturb()
         for end in mine:
             assert end.end.done(), f"{end}: open after its process has ended"
