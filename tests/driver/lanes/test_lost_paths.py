@@ -1,13 +1,14 @@
 """A lane that loses its path while the control link lives: its payload goes elsewhere.
 
-The lanes are real, of each transport that runs here. The receiver's endpoint never
-hears of what was announced, or the sender's never hears that it has been sent.
+The lanes are real, of each transport that runs here; NCCL's have a library that is
+played. The receiver's endpoint never hears of what was announced, or the sender's never
+hears that it has been sent.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +19,9 @@ import pytest
 import kvwire
 from kvwire.backend import registry
 from kvwire.backend.lane import Lane
+from kvwire_nccl.backend import NcclBackend
+from tests.backends.kvwire_nccl import fake
+from tests.backends.kvwire_nccl.fake import FakeBackend
 from tests.support import inside
 from tests.support.lanes import raise_again_after
 from tests.support.pairs import Pair, connected, until
@@ -29,7 +33,16 @@ SPEC = kvwire.KVSpec(
     layers=2, kv_heads=2, head_dim=64, block_tokens=16, dtype="float16"
 )
 BLOCKS = 256
-TRANSPORTS = ["tcp", "local", "ucx", "inproc"]
+TRANSPORTS = ["tcp", "local", "ucx", "inproc", "nccl", "nixl"]
+
+
+@pytest.fixture(autouse=True)
+def _played_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its lanes move the memory of this process, without a GPU."""
+    monkeypatch.setattr(NcclBackend, "availability", FakeBackend.availability)
+    monkeypatch.setattr(NcclBackend, "open_lane", FakeBackend.open_lane)
+    yield
+    fake._wires.clear()
 
 
 def layers(value: int) -> list[npt.NDArray[np.float16]]:
