@@ -115,6 +115,39 @@ async def test_a_transfer_goes_on_elsewhere_and_drains(
         assert "its path is lost: nothing has" in reports or transport == "tcp"
 
 
+async def test_a_window_is_read_by_messages_once_gets_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A card's gets that vanish: what they may write to is first taken from UCX."""
+    library = pytest.importorskip("kvwire_ucx.windows", reason="needs libucp")
+    posted: list[Any] = []
+
+    def get(_: object, __: object, ___: object, over: Any, ____: object) -> None:
+        posted.append(over)
+
+    def cancelled(windows: Any) -> None:
+        for over in posted:  # as UCX says when its worker is destroyed
+            over(library.ERR_CANCELED, 0)
+        posted.clear()
+        unregister(windows)
+
+    unregister = library.UcxWindows.unregister
+    monkeypatch.setattr(library.UcxWindows, "unregister", cancelled)
+    async with beside("ucx", one_sided_windows="peers") as pair:
+        owner, into = layers(1), layers(0)
+        window = pair.far.expose("w", kvwire.PagedCache(SPEC, owner))
+        remote = await pair.left.window("w")
+        if remote.way != "ucx":
+            pytest.skip("UCX has neither cma nor a network card here")
+        monkeypatch.setattr(library.Worker, "get", get)
+        ticket = window.offer(range(BLOCKS))
+        async with asyncio.timeout(PATIENCE_S):
+            got = await remote.get(ticket, into=kvwire.PagedCache(SPEC, into))
+        assert got.complete
+        assert not posted
+        assert all((layer == 1).all() for layer in into)
+
+
 async def test_without_another_transport_the_connection_ends_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
