@@ -207,10 +207,9 @@ class Peer(Closing):
     def put(
         self, buffer: Memory, grant: Grant, *, deadline: Deadline = None
     ) -> Request[int]:
-        """Write into memory that the peer has granted to this connection.
+        """Write to granted memory; see :meth:`Connection.put <kvwire.Connection.put>`.
 
-        See :meth:`Connection.put <kvwire.Connection.put>`. A grant for an earlier
-        connection raises UsageError.
+        A grant for an earlier connection raises UsageError.
 
         Cancel safety: as for that method.
         """
@@ -223,10 +222,9 @@ class Peer(Closing):
     def get(
         self, grant: Grant, into: Memory, *, deadline: Deadline = None
     ) -> Request[int]:
-        """Read memory that the peer has granted to this connection.
+        """Read granted memory; see :meth:`Connection.get <kvwire.Connection.get>`.
 
-        See :meth:`Connection.get <kvwire.Connection.get>`. A grant for an earlier
-        connection raises UsageError.
+        A grant for an earlier connection raises UsageError.
 
         Cancel safety: as for that method.
         """
@@ -265,14 +263,13 @@ class Peer(Closing):
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> Incoming:
-        """Request a transfer that the peer publishes, now or later.
+        """Request a transfer; see :meth:`Connection.pull <kvwire.Connection.pull>`.
 
-        The arguments are those of :meth:`Connection.pull <kvwire.Connection.pull>`.
+        If no connection can be made, the transfer ends with an outcome.
 
         Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent.
-            ClosedOK: The communicator is closed. If no connection can be made, or the
-                only one is closed or lost, the transfer ends with an outcome instead.
+            UsageError: As for that method.
+            ClosedOK: The communicator is closed.
         """
         self._thread.check("Peer.pull")
         check_options("pull", options)
@@ -287,14 +284,13 @@ class Peer(Closing):
         blocks: Blocks,
         **options: Unpack[SendOptions],
     ) -> Outgoing:
-        """Send the peer a transfer that it expects, now or later.
+        """Send a transfer; see :meth:`Connection.push <kvwire.Connection.push>`.
 
-        The arguments are those of :meth:`Connection.push <kvwire.Connection.push>`.
+        If no connection can be made, the transfer ends with an outcome.
 
         Raises:
-            UsageError: The cache or the blocks cannot be used; nothing was sent.
-            ClosedOK: The communicator is closed. If no connection can be made, or the
-                only one is closed or lost, the transfer ends with an outcome instead.
+            UsageError: As for that method.
+            ClosedOK: The communicator is closed.
         """
         self._thread.check("Peer.push")
         check_options("push", options)

@@ -200,15 +200,11 @@ class Engine(Uncopied):
         blocks: Blocks,
         **options: Unpack[ReceiveOptions],
     ) -> EngineIncoming:
-        """Request a transfer that a peer publishes, without waiting.
+        """Request a transfer without waiting, as :meth:`kvwire.Connection.pull`.
 
-        Args:
-            peer: A connection or a peer; or what :meth:`kvwire.Communicator.peer`
-                takes, such as ``"10.0.0.7:7400"``: it is dialled if necessary.
-            id: As for :meth:`kvwire.Connection.pull`, like all further arguments.
-            cache: As there.
-            blocks: As there.
-            **options: As there.
+        ``peer`` is a connection or a peer; or an argument of
+        :meth:`kvwire.Communicator.peer`, such as ``"10.0.0.7:7400"``, which is dialled
+        if necessary.
         """
         return EngineIncoming(
             self._thread,
@@ -226,14 +222,9 @@ class Engine(Uncopied):
         blocks: Blocks,
         **options: Unpack[SendOptions],
     ) -> EngineOutgoing:
-        """Send a peer a transfer that it expects, without waiting.
+        """Send a transfer without waiting, as :meth:`kvwire.Connection.push`.
 
-        Args:
-            peer: As for :meth:`pull`.
-            id: As for :meth:`kvwire.Connection.push`, like all further arguments.
-            cache: As there.
-            blocks: As there.
-            **options: As there.
+        ``peer`` is as for :meth:`pull`.
         """
         return EngineOutgoing(
             self._thread,

@@ -93,12 +93,9 @@ class StoreManagement(AsyncWith):
 
         Raises:
             UsageError: There is no such tenant.
-            OSError: A tier still has some of the blocks, or may have; the text gives
-                the reason.
-            ClosedOK: The store is closed.
+            OSError, ClosedOK: As for :meth:`delete`.
 
-        Cancel safety: the tiers first finish their running work, so that no block put
-        later is deleted; it may be called again.
+        Cancel safety: as for that method.
         """
         self._check("BlockStore.delete_all", cache, optional=True)
         known = self._tiers.of_tenant(tenant)

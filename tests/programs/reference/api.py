@@ -5,10 +5,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from functools import cache
+from inspect import getattr_static
 from typing import Final
 
 import kvwire
-from tests.programs.reference.docstrings import described, found, members
+from tests.programs.reference.docstrings import (
+    Links,
+    defined,
+    described,
+    found,
+    members,
+)
 from tests.programs.reference.examples import INTRODUCTION, block
 from tests.programs.reference.words import purpose, table
 
@@ -208,18 +215,23 @@ def page(topic: Topic) -> str:
 
 
 @cache
-def _links() -> dict[str, str]:
+def _links() -> Links:
     """Where each name is explained."""
-    found_at = {}
+    found_at: dict[str, str] = {}
+    first: dict[object, str] = {}
     for topic in TOPICS:
         for name in topic.names:
-            for whole in (name, *(f"{name}.{one}" for one in members(found(name)))):
+            found_at[name] = f"{topic.page}.md#{name}"
+            thing = found(name)
+            for member in members(thing):
+                whole = f"{name}.{member}"
                 found_at[whole] = f"{topic.page}.md#{whole}"
+                first.setdefault(defined(getattr_static(thing, member)), whole)
     for name in kvwire.__all__:
         thing = getattr(kvwire, name)
         if inspect.isclass(thing) and issubclass(thing, kvwire.KVWireError):
             found_at[f"kvwire.{name}"] = f"../errors.md#{name}"
-    return found_at
+    return Links(found_at, first)
 
 
 def _row(name: str, where: str) -> tuple[str, str]:

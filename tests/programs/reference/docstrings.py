@@ -28,8 +28,19 @@ _ENTRY: Final = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*): (.*)", re.DOT
 _SELF: Final = ("self", "cls")
 _COLUMNS: Final = 72
 
-Links = Mapping[str, str]
-"""Where each name of the reference is explained, as ``page.md#name``."""
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Where names of the reference are explained.
+
+    Attributes:
+        pages: Each name's place, as ``page.md#name``.
+        first: The name whose entry has the text, for each function that several classes
+            may inherit.
+    """
+
+    pages: Mapping[str, str]
+    first: Mapping[Any, str]
 
 
 def found(name: str) -> Any:
@@ -81,14 +92,22 @@ def _member(member: str, thing: type, name: str, links: Links) -> list[str]:
     own = inspect.getattr_static(thing, member)
     anchor = f'<a id="{name}.{member}"></a>'
     text = prose(getattr(thing, member), name, links)
+    first = links.first[defined(own)]
+    if first != f"{name}.{member}":
+        text = f"See [`{'.'.join(first.split('.')[-2:])}`]({links.pages[first]})."
     if isinstance(own, property):
         assert own.fget is not None
         kind = _annotation(inspect.signature(own.fget).return_annotation)
         return [f"### {anchor}`{thing.__name__}.{member}: {kind}`", text]
-    code = _function(member, getattr(own, "__func__", own))
+    code = _function(member, defined(own))
     if isinstance(own, classmethod | staticmethod):
         code = f"@{type(own).__name__}\n{code}"
     return [f"### {anchor}`{thing.__name__}.{member}`", _fence(code), text]
+
+
+def defined(own: Any) -> Any:
+    """The function behind a member, the same in all classes that inherit it."""
+    return getattr(own, "fget", None) or getattr(own, "__func__", own)
 
 
 # --- signatures -----------------------------------------------------------------------
@@ -298,8 +317,8 @@ def _linked(text: str, owner: str, links: Links) -> str:
         target = (role[2] or role[1]).strip()
         shown = role[1].strip() if role[2] else target
         for name in (target, f"{owner}.{target}", f"kvwire.{target}"):
-            if name in links:
-                return f"[`{shown.removeprefix('kvwire.')}`]({links[name]})"
+            if name in links.pages:
+                return f"[`{shown.removeprefix('kvwire.')}`]({links.pages[name]})"
         return f"`{shown}`"
 
     return _ROLE.sub(lead, text).replace("``", "`")
