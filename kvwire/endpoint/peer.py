@@ -47,6 +47,7 @@ from kvwire.errors import (
     KVWireError,
     RequestCancelled,
     UsageError,
+    shown,
     wrong_type,
 )
 from kvwire.kv.blocks import Blocks
@@ -494,7 +495,7 @@ class Peer(Closing):
                 try:
                     connection = await self._try(record, len(candidates))
                 except KVWireError as exc:
-                    self._note_failure(upkeep, exc)
+                    self._note_failure(upkeep, record, exc)
                     final = isinstance(exc, _FINAL) or isinstance(exc.__cause__, _FINAL)
                     if record is None and final:
                         found.set_exception(exc)
@@ -515,10 +516,13 @@ class Peer(Closing):
             )
         )
 
-    def _note_failure(self, upkeep: Upkeep, error: KVWireError) -> None:
-        """Record and log why a candidate could not be connected to."""
+    def _note_failure(
+        self, upkeep: Upkeep, record: Record | None, error: KVWireError
+    ) -> None:
+        """Record and log why a candidate could not be connected to, with its name."""
         before = upkeep.reason
-        upkeep.reason = str(error)
+        who = "" if record is None else f"{shown(record.name)}: "
+        upkeep.reason = f"{who}{error}"
         # Retrying does not help with a wrong key, so a warning is logged once.
         refused = isinstance(error, AuthenticationFailed)
         loud = refused and upkeep.reason != before

@@ -31,6 +31,9 @@ from kvwire.proto.state import CloseState
 # jitter.
 REDIAL_S: Final = 0.05
 REDIAL_S_MAX: Final = 0.5
+# If one other process answers so often in a row, it has the peer's place: a balancer of
+# two would have reached the peer, but for one time in 256.
+_ANSWERS: Final = 8
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -143,10 +146,11 @@ class Reconnector:
     async def _redial(self, lost: Connection) -> None:
         """Redial until it succeeds or nothing waits for the connection.
 
-        If the peer is silent, or another process answers, as behind a balancer, the
-        transfers' leases bound the wait. If the peer's
-        kernel refuses the port, its process has ended or is restarting, and it gets
-        ``restart_grace_s``. Transfers that no peer has joined yet justify one attempt:
+        If the peer is silent, the transfers' leases bound the wait. If its kernel
+        refuses the port, its process has ended or is restarting, and it gets
+        ``restart_grace_s``. It also gets that if another process answers: a balancer
+        may have led there, so only one that answers several times in a row has
+        replaced the peer. Transfers that no peer has joined yet justify one attempt:
         the peer may have requested them on the lost link, and cannot dial itself.
         """
         registry = self._registry
@@ -154,6 +158,7 @@ class Reconnector:
         loop = self._loop
         grace_s = self._config.restart_grace_s
         gone_at: float | None = None
+        stranger = _Stranger()
         upkeep = Upkeep(REDIAL_S, REDIAL_S_MAX)
         if origin in self._redialled:
             # It was redialled recently: pause, in case links break as soon as they are
@@ -180,13 +185,15 @@ class Reconnector:
                     )
                     return
             else:
-                if await self._take_answer(new, lost):
+                if await self._take_answer(new, lost, stranger):
                     return
                 gone_at = None
             left_s = math.inf if gone_at is None else max(0.0, gone_at - loop.time())
             upkeep.lost(reason, within_s=left_s)
 
-    async def _take_answer(self, new: Connection, lost: Connection) -> bool:
+    async def _take_answer(
+        self, new: Connection, lost: Connection, stranger: _Stranger
+    ) -> bool:
         """Check which process answered a redial; return whether to stop redialling."""
         origin = lost.peer.origin
         if new.peer.origin == origin:
@@ -195,15 +202,20 @@ class Reconnector:
             return True
         here = new._dialled == lost._dialled
         restarted = here and new.peer.name == lost.peer.name
+        stranger.answered(new.peer.origin if here else b"", self._loop.time())
+        replaced = stranger.stays(self._loop.time() - self._config.restart_grace_s)
         if restarted:
             why = "the peer has restarted; the peer's side of it is gone"
+            self._registry.peer_gone(origin, why)
+        elif replaced:
+            why = f"the peer has ended: {shown(new.peer.name)} has its address now"
             self._registry.peer_gone(origin, why)
         elif here:
             # Behind a balancer, the next connection may lead to the peer again.
             why = f"another process, {shown(new.peer.name)}, answered for the peer"
             self._registry.peer_missed(origin, why)
         await new.close()
-        return restarted
+        return restarted or replaced
 
     def _note_redial(self, origin: bytes) -> None:
         self._redialled.add(origin)
@@ -226,6 +238,26 @@ class Reconnector:
         task = start_task(coroutine, lasting=True)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+class _Stranger:
+    """The other process that answers at a peer's address."""
+
+    def __init__(self) -> None:
+        self._origin = b""
+        self._answers = 0
+        self._since = 0.0
+
+    def answered(self, origin: bytes, now: float) -> None:
+        """Count an answer; ``origin`` is empty if it came from another address."""
+        if origin != self._origin:
+            self._origin, self._answers, self._since = origin, 0, now
+        self._answers += 1
+
+    def stays(self, since: float) -> bool:
+        """Return whether it has answered often, and since this instant or longer."""
+        often = bool(self._origin) and self._answers >= _ANSWERS
+        return often and self._since <= since
 
 
 def _was_reset(error: ConnectionClosed) -> bool:
