@@ -151,7 +151,7 @@ TORCH_TESTS := packages/engines/tests/test_transformers.py \
   packages/vllm/tests/test_connector.py tests/examples/demo \
   tests/examples/test_engine_server.py \
   tests/kv/test_paged.py tests/kv/test_tensors.py \
-  tests/memory/test_buffers.py tests/gpu/test_model.py
+  tests/memory/test_buffers.py
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/python -m pytest -m 'not matrix' $(TORCH_TESTS) $(ARGS)
 

@@ -96,30 +96,6 @@ class Cut:
 Toxic = Latency | Bandwidth | Slice | Flip | Cut
 
 
-def schedule(seed: int, *, reach_bytes: int) -> tuple[Toxic, ...]:
-    """Mix toxics by a seed; at most one of them ends the connection.
-
-    Args:
-        seed: Chooses the mix.
-        reach_bytes: Positions are below this.
-    """
-    rng = random.Random(f"toxics {seed}")
-    found: list[Toxic] = []
-    for way in Direction:
-        if rng.random() < 0.3:
-            found.append(Latency(way, rng.uniform(0, 0.002), rng.uniform(0, 0.002)))
-        if rng.random() < 0.2:
-            found.append(Bandwidth(way, rng.uniform(2e6, 2e8)))
-        if rng.random() < 0.3:
-            found.append(Slice(way, rng.choice((33, 1000, 40_000))))
-        if rng.random() < 0.2:
-            found.append(Flip(way, rng.randrange(reach_bytes), rng.randrange(8)))
-    if rng.random() < 0.5:
-        way, ending = rng.choice(list(Direction)), rng.choice(list(Ending))
-        found.append(Cut(way, rng.randrange(reach_bytes), ending))
-    return tuple(found)
-
-
 _READ_BYTES: Final = 64 * KIB
 # Reads of one direction that wait to be passed on; beyond it their sender waits.
 _QUEUED_READS: Final = 256

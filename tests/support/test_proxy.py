@@ -11,16 +11,11 @@ import pytest
 from kvwire import Address
 from kvwire_certify.oracle import content
 from tests.support.proxy import (
-    Bandwidth,
     Cut,
     Direction,
     Ending,
-    Flip,
-    Latency,
     Proxy,
-    Slice,
     Toxic,
-    schedule,
 )
 
 TO_SERVER, TO_CLIENT = Direction.TO_SERVER, Direction.TO_CLIENT
@@ -97,16 +92,3 @@ async def test_a_cut_lets_exactly_so_many_bytes_through(
         else:
             await receiver(far[0].read(-1))
         await sender(near[0].read(1))
-
-
-# --- schedules ------------------------------------------------------------------------
-
-
-def test_a_schedule_follows_from_its_seed() -> None:
-    kinds = set()
-    for seed in range(50):
-        toxics = schedule(seed, reach_bytes=1000)
-        assert toxics == schedule(seed, reach_bytes=1000)
-        assert sum(isinstance(toxic, Cut) for toxic in toxics) <= 1
-        kinds |= {type(toxic) for toxic in toxics}
-    assert kinds == {Bandwidth, Cut, Flip, Latency, Slice}

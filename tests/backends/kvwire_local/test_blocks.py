@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -289,6 +290,22 @@ def test_a_process_that_has_the_number_of_another() -> None:
             ProcessBlocks(memory, peer)
     finally:
         COOKIE[0] ^= 1
+    table.close()
+
+
+def test_a_mapped_window_knows_when_its_owner_has_ended() -> None:
+    """What the owner had offered is there for ever, so only its process says so."""
+    memory = WindowMemory(spans=(), table=((table := Generations(1)).address, 8))
+    assert table.arena is not None
+    mapping = SharedMapping(table.arena.fileno(), mmap.PAGESIZE, writable=False)
+    with subprocess.Popen(["sleep", "60"]) as owner:
+        arenas = [(table.arena.address, mapping)]
+        window = MappedBlocks(memory, arenas, owner.pid)
+        assert not window.owner_gone
+        owner.kill()
+    gone = MappedBlocks(memory, arenas, 0)
+    assert (window.owner_gone, gone.owner_gone) == (True, False)
+    window.close()
     table.close()
 
 

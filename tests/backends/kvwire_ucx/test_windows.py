@@ -1,4 +1,4 @@
-"""What a UCX lane makes of windows before anything is read; see test_windows.py above.
+"""What a UCX lane makes of windows before anything is read; the rest is the kit's.
 
 Both lanes are in this process here.
 """

@@ -43,7 +43,6 @@ def test_nothing_torn_or_stale_lands(
         assert what in said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", _WAYS)
 def test_nor_while_processes_are_stopped_and_killed(
     way: str, capsys: pytest.CaptureFixture[str]

@@ -45,6 +45,7 @@ from kvwire_local import blocks
 from tests.programs.soak.processes import PING_INTERVAL_S, ProcessSoak, say
 from tests.programs.soak.stamps import Tally
 from tests.support.caches import StampedCache
+from tests.support.compiled import blind
 
 BLOCKS: Final = 64
 # Large enough that a copy is often overtaken, small enough for many of them.
@@ -307,11 +308,11 @@ def _believe(self: Generations, ids: Ids, generations: Words) -> Bits:
     return np.ones(ids.size, np.bool_)
 
 
-def _plant(way: Way) -> None:
-    """Leave out the look after the bytes."""
+def _plant(way: Way, folder: Path) -> None:
+    """Leave out the look after the bytes, in compiled loops too if one can compile."""
     if way.prefer == "local":
         for name in ("mapped_compiled", "process_compiled"):
-            setattr(blocks, name, None)
+            setattr(blocks, name, blind(getattr(blocks, name), folder))
         for kind in (blocks.MappedBlocks, blocks.ProcessBlocks):
             kind._look_again = lambda *_: None  # type: ignore[method-assign]
     else:
@@ -387,7 +388,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in ("owner", "reader", "both"):
         _, _role, _address, _way, _seed, _path, *_planted = sys.argv
         if _planted:
-            _plant(WAYS[_way])
+            _plant(WAYS[_way], Path(_path).parent)
         uvloop.run(_live(_role, _address, WAYS[_way], int(_seed), _path))
     else:
         sys.exit(main())

@@ -23,8 +23,8 @@ CEILINGS: Final = {
     "forwarders": 115,
     "callbacks": 101,
     "backoffs": 3,
-    "patches in tests": 291,
-    "private names in tests": 408,
+    "patches in tests": 288,
+    "private names in tests": 406,
 }
 
 

@@ -8,6 +8,7 @@ correct only if the owner gets its memory back when nothing reads it any more.
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from kvwire.errors import BackendUnavailable, ConnectionLost
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.limits import DESCRIPTOR_BYTES_MAX, KIB
+from kvwire.memory.arena import Arena
 from kvwire.memory.generations import ENTRY_BYTES, Generations
 from kvwire_certify.conformance.check import Group, require
 from kvwire_certify.conformance.content import Memory
@@ -64,8 +66,13 @@ class _Window:
         self._left = left
         self._right = right
         self._right.trusting = False
+        # A lane of one host maps an arena, and reads other memory by system calls.
+        self.arena: Arena | None = None
         self._data: Array = np.zeros((_BLOCKS, _WORDS), np.uint64)
-        self.mine: Array = np.zeros_like(self._data)
+        if sys.platform == "linux":
+            self.arena = Arena(self._data.nbytes)
+            self._data = self.arena.numpy((_BLOCKS, _WORDS), np.uint64)
+        self.mine: Array = np.zeros((_BLOCKS, _WORDS), np.uint64)
         self.generations: Generations = Generations(_BLOCKS)
         self.offered: Array = np.zeros(_BLOCKS, np.uint64)
         self.memory: WindowMemory = WindowMemory(
@@ -173,6 +180,8 @@ async def _opened(rig: AnyRig, left: Any, right: Any) -> AsyncIterator[_Window]:
         await window.close()
     finally:
         window.generations.close()
+        if window.arena is not None:
+            window.arena.release()
 
 
 @windows.both("offered", "Offered blocks land, and nothing else is written")
