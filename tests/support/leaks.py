@@ -95,11 +95,18 @@ def _opened_since(before: dict[int, str]) -> list[tuple[int, str]]:
     until = time.monotonic() + THREAD_EXIT_S
     while True:
         opened = sorted(open_descriptors().items() - before.items())
-        # matplotlib keeps the fonts that it has used.
-        left = [(number, what) for number, what in opened if not what.endswith(".ttf")]
+        left = [(fd, what) for fd, what in opened if not _of_a_library(what)]
         if not left or time.monotonic() > until:
             return left
         time.sleep(_LOOK_AGAIN_S)
+
+
+def _of_a_library(what: str) -> bool:
+    """Whether a library has opened it, and keeps it for as long as it likes."""
+    if what.startswith("socket:"):
+        # A driver of Ray connects to each worker that it has met.
+        return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+    return what.endswith(".ttf")  # matplotlib keeps the fonts that it has used
 
 
 def _started_since(before: set[threading.Thread]) -> list[threading.Thread]:
