@@ -9,6 +9,7 @@ the small ones below them), and these.
                           ``PartSnapshot`` with a ``CallSnapshot`` for each call
 ``RINGS``                 the loops whose events ``kvwire trace`` shows
 ``memory_here``           the memory of a window of plain bytes, if it is mapped here
+``each_message``          calls a function with each message, in the callback
 ``succeeded``             whether a request ended without an error
 ``when_released``         calls back once a request's memory is free
 ``common_version``        chooses a version of a protocol; ``version_mismatch`` refuses
@@ -19,6 +20,7 @@ the small ones below them), and these.
 """
 
 from kvwire.endpoint.communicator import Communicator, services_of
+from kvwire.endpoint.message_sink import each_message
 from kvwire.endpoint.remote_window import memory_here
 from kvwire.endpoint.request import succeeded, when_released
 from kvwire.endpoint.snapshot import CallSnapshot, PartSnapshot, show_part
@@ -41,6 +43,7 @@ __all__ = [
     "VersionRange",
     "common_version",
     "copy_engine",
+    "each_message",
     "key_id",
     "memory_here",
     "show_part",

@@ -17,6 +17,7 @@ from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.arguments import TAG_MAX, check_grant, check_size, checked_tag
 from kvwire.endpoint.device_requests import DeviceRequests
+from kvwire.endpoint.message_sink import MessageSink
 from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
 from kvwire.errors import (
@@ -588,6 +589,19 @@ class Connection(AsyncWith):
 
     # --- inside -----------------------------------------------------------------------
 
+    def _post_sink(self, sink: MessageSink, tag: int) -> RequestRecord:
+        """Post the receive of a sink's next message."""
+        record = self._core.recv(tag, None, self._message_bytes, None)
+        record.context = sink
+        if not self._driver.running and self._outbox.events:
+            self._driver.run()
+        return record
+
+    def _withdraw_sink(self, record: RequestRecord) -> None:
+        record.context = None
+        self._core.withdraw(record)
+        self._driver.run()
+
     def _posted_on_device(
         self, request: Request[Any], device: Device, lent: BufferId
     ) -> RequestRecord:
@@ -618,12 +632,8 @@ class Connection(AsyncWith):
         """Send a small message if credit and link allow; return whether it was sent."""
         driver = self._driver
         # Not while the link is full, so that messages cannot make its queue too long.
-        # Nor while an event is handled: a frame that another event has queued, with the
-        # number before this message's, may still be unsent.
-        if (
-            driver.running
-            or driver.link.queued_bytes >= LINK_QUEUE_BYTES
-            or not isinstance(payload, memoryview)
+        if driver.link.queued_bytes >= LINK_QUEUE_BYTES or not isinstance(
+            payload, memoryview
         ):
             return False
         nbytes = payload.nbytes
@@ -631,6 +641,12 @@ class Connection(AsyncWith):
         header = self._core.eager_header(tag, nbytes, check)
         if header is None:
             return False
+        if driver.running:
+            # A frame with the number before this message's may still be unsent.
+            whole = payload.obj
+            body = whole if type(whole) is bytes else payload.tobytes()
+            self._outbox.frames.append((header, body))  # bounded: EAGER_WINDOW_BYTES
+            return True
         link = driver.link
         if not link.send_now(header, payload if nbytes else None):
             link.flush()
@@ -717,7 +733,7 @@ class Connection(AsyncWith):
         held = None
         if event.held is not None:
             held = self._driver.held.pop(event.held)
-        if not isinstance(request, Request):
+        if not isinstance(request, Request | MessageSink):
             if isinstance(request, WindowAsk | WindowOpening):
                 request.done(event)
             elif record.kind is _SERVE_READ:

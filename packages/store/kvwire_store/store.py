@@ -91,7 +91,7 @@ class BlockStore(StoreManagement):
         write: Write,
         tenants: Tenants | None = None,
     ) -> None:
-        memory.require("slab", "evict", "populate")
+        memory.require("slab", "evict", "populate", "keep")
         nbytes = memory.size(memory.place)
         slab = memory.slab_bytes(nbytes)
         evict = memory.choice("evict", EVICTIONS, "lru")
@@ -107,6 +107,8 @@ class BlockStore(StoreManagement):
             tenants=tenants,
             name=self._name,
         )
+        keep = memory.choice("keep", ("yes", "no"), "yes")
+        self._tiers.memory.keeps = keep == "yes"
         self._live: dict[asyncio.Future[Any], Operation] = {}
         self._calls = set()
         # The close functions of this store's servers.
@@ -472,16 +474,30 @@ class BlockStore(StoreManagement):
             return None
         if self._logs or RINGS or not work.is_small:
             return None
-        if not work.at_once():
-            return None
         loop = asyncio.get_running_loop()
         over = loop.create_future()
+        if not work.at_once():
+            if not work.ask(lambda: self._asked(work, over)):
+                return None
+            self._follow(work, over)
+            return over
         outcome = work.end()
         if self._turn.spend(work.nbytes + _CALL_BYTES):
             over.set_result(outcome)
         else:
             loop.call_soon(_settle, over, outcome)
         return over
+
+    def _asked(self, work: GetOperation, over: asyncio.Future[Any]) -> None:
+        """End a get whose blocks came in an answer, or continue it in a task."""
+        if work.is_over:
+            _settle(over, work.end())
+        else:
+            task = start_task(work.run())
+            task.add_done_callback(lambda _: _pass_on(task, over))
+        if work.keep is not None:
+            # The caller goes on first.
+            over.get_loop().call_soon(work.keep)
 
     def _begin(self, work: Operation) -> asyncio.Task[Any]:
         """Start an operation in a task; a close waits for it."""
@@ -708,6 +724,18 @@ def _compare_with_container(memory: TierAddress) -> None:
             limit,
             in_bytes(max(0, rest)),
         )
+
+
+def _pass_on(task: asyncio.Task[Any], over: asyncio.Future[Any]) -> None:
+    """Give a future the result of a task."""
+    if over.done():
+        return
+    if task.cancelled():
+        over.cancel()
+    elif (error := task.exception()) is not None:
+        over.set_exception(error)
+    else:
+        over.set_result(task.result())
 
 
 def _settle(over: asyncio.Future[Any], outcome: object) -> None:

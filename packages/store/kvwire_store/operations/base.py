@@ -73,6 +73,8 @@ class Operation(ABC):
         self._codes: dict[BlockRequest, Codes] = {}
         # For a get: the first lower tier that has not been tried for each block.
         self._next: dict[BlockRequest, Ids] = {}
+        # The blocks that are left to move; all of them without an entry.
+        self._rest: dict[BlockRequest, Ids] = {}
         # Blocks whose slots were all released at once, in the order of the chain.
         self._released: set[BlockRequest] = set()
         # Blocks that memory does not have.
@@ -101,7 +103,10 @@ class Operation(ABC):
                 await self._fired()
             if self.nbytes <= self.batch_bytes:
                 for request in self._requests:
-                    await self._move(request, np.arange(request.keys.size))
+                    rest = self._rest.get(request)
+                    if rest is None:
+                        rest = np.arange(request.keys.size)
+                    await self._move(request, rest)
             else:
                 batches = iter(self._batches())
                 await gather_all(*(self._lane(batches) for _ in range(_LANES)))
@@ -111,6 +116,11 @@ class Operation(ABC):
         if len(self._reasons) > 1:
             await self.explain()
         return self.end()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no block is left to move."""
+        return not self._left
 
     async def _fired(self) -> None:
         """Wait for the caller's kernels here, so that other calls do not wait too."""

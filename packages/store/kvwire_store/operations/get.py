@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from time import monotonic
 from typing import ClassVar, Final
 
@@ -11,8 +12,10 @@ import numpy as np
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.plan import PlanSide
+from kvwire.memory.copy import copy
 from kvwire_store.counters import StoreCounters
 from kvwire_store.host_blocks import HostBlocks
+from kvwire_store.images import images_in
 from kvwire_store.keys import Keys, as_keys, once
 from kvwire_store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
 from kvwire_store.operations.base import Operation
@@ -38,6 +41,7 @@ _STATES: Final = {
 # How many other namespaces are searched to explain why nothing was found.
 _NAMESPACES_TRIED: Final = 16
 _NO_KEYS: Final = as_keys(())
+_NO_IMAGES: Final = images_in(np.empty(0, np.uint8), 1, 0)
 
 
 class GetOperation(Operation):
@@ -57,6 +61,8 @@ class GetOperation(Operation):
         super().__init__(tiers, requests, after)
         # Tiers that evicted a block while it was being read in place.
         self._changed: set[Tier] = set()
+        # Copies the blocks of an answer into memory, after the caller has them.
+        self.keep: Callable[[], None] | None = None
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
@@ -105,6 +111,126 @@ class GetOperation(Operation):
             tier.read_in_place(blocks, nbytes)
         self.drained.set()
         return True
+
+    def ask(self, asked: Callable[[], None]) -> bool:
+        """Request all blocks from the first lower tier, to get them in a callback.
+
+        Args:
+            asked: Called once all that the tier delivers is in the caller's blocks, and
+                nothing else touches them. Then ``run`` the rest, if any is left.
+
+        Returns:
+            Whether they were requested. If not, ``run`` the operation.
+        """
+        memory = self.tiers.memory
+        if len(self._requests) > 1 or self._after is not None or not self.tiers.below:
+            return False
+        request = self._requests[0]
+        tier = self.tiers.below[0]
+        keys = request.keys
+        nbytes = request.namespace.image_bytes
+        named = request.namespace.tenant
+        tenant = self.tiers.tenants.number(named) if named else 0
+        busy = memory.in_flight.ends
+        if (
+            tier.mapped is not None
+            or request.repeats
+            or memory.too_large(nbytes, tenant)
+            or any_of(memory.index.find(keys) >= 0)
+            or (busy and any_of(memory.in_flight.busy(keys)))
+        ):
+            return False
+        born = None
+        if memory.index.shares.expire:
+            born = np.full(keys.size, memory.index.now())
+        kept = np.empty(keys.size, np.bool_)
+        kept.fill(True)
+        orders = np.empty(keys.size, np.uint8)
+        orders.fill(UNKNOWN)
+        batch = Batch(keys, orders, _NO_IMAGES, born=born, kept=kept)
+
+        keeps = memory.keeps
+
+        def answered(results: BlockResults | None, line: memoryview) -> None:
+            images = None
+            if results is not None:
+                self._first = monotonic()
+                images = self._take_over(request, tier, batch, results, line)
+                self._last = monotonic()
+            if keeps and images is not None:
+                landed = (results == LANDED).nonzero()[0]
+                self.keep = partial(self._keep, request, batch, landed, images)
+            elif keeps:
+                memory.in_flight.end(keys)
+            asked()
+
+        if keeps:
+            # Until they are in memory, other calls wait for these blocks.
+            memory.in_flight.begin(keys)
+        is_asked = tier.ask(request.namespace, batch, answered)
+        if keeps and not is_asked:
+            memory.in_flight.end(keys)
+        return is_asked
+
+    def _take_over(
+        self,
+        request: BlockRequest,
+        tier: Tier,
+        batch: Batch,
+        results: BlockResults,
+        line: memoryview,
+    ) -> Fragments | None:
+        """Copy the blocks of an answer into the caller's, and note the others.
+
+        Returns:
+            The images of those that landed; None if none did.
+        """
+        positions = np.arange(request.keys.size)
+        nbytes = request.namespace.image_bytes
+        landed = (results == LANDED).nonzero()[0]
+        if landed.size < positions.size:
+            lost = (results != LANDED).nonzero()[0]
+            # No lookup found it, so it was not evicted: it just does not exist.
+            noted = lost[results[lost] != MISSING]
+            self._note(request, noted, results[noted], tier)
+            tried = self._next[request] = np.zeros(positions.size, np.int64)
+            tried[lost] = 1
+            self._rest[request] = lost
+        if not landed.size:
+            return None
+        images = images_in(np.frombuffer(line, np.uint8), nbytes, landed.size)
+        orders = batch.orders[landed]
+        for ends in self._ends(request, landed, images, orders):
+            copy(*ends)
+        namespace = request.namespace
+        self.tiers.namespaces[namespace.digest] = namespace
+        self.elsewhere.add(request)
+        self.settled(landed.size)
+        return images
+
+    def _keep(
+        self, request: BlockRequest, batch: Batch, landed: Ids, images: Fragments
+    ) -> None:
+        """Copy images that have arrived into memory, as far as there is room."""
+        memory = self.tiers.memory
+        namespace = request.namespace
+        nbytes = namespace.image_bytes
+        tenant = self.tiers.tenants.number(namespace.tenant) if namespace.tenant else 0
+        try:
+            taken = memory.take_now(nbytes, landed.size, tenant)
+            # If there is not room for all, the head of the chain stays.
+            landed = landed[: taken.size]
+            if not landed.size:
+                return
+            copy(images.slice(0, landed.size * nbytes), memory.images(taken, nbytes))
+            assert batch.kept is not None
+            memory.below[taken] = batch.kept[landed]
+            born = None if batch.born is None else batch.born[landed]
+            keys = batch.keys[landed]
+            memory.index.name(keys, taken, born, batch.orders[landed])
+            memory.unpin(keys, taken)
+        finally:
+            memory.in_flight.end(request.keys)
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Copy blocks in memory at once; read others from the first tier with any.

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import NamedTuple
 
 import kvwire
 from kvwire.aio import Upkeep, run_to_completion
@@ -31,7 +31,7 @@ from kvwire.errors import (
     UsageError,
     error_text,
 )
-from kvwire.spi import common_version, version_mismatch
+from kvwire.spi import common_version, each_message, succeeded, version_mismatch
 from kvwire_store.host_blocks import HostBlocks
 from kvwire_store.limits import (
     STORE_GRACE_S,
@@ -65,6 +65,9 @@ from kvwire_store.server.messages import (
 )
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
+
+Answered = Callable[[NumberedReply | KVWireError], None]
+"""Gets the answer to a request, or the reason why there is none."""
 
 
 async def ask_report(address: str, config: Config) -> StatsReport:
@@ -112,14 +115,19 @@ class ActiveConnection:
         self.welcome = welcome
         self._timeout_s = timeout_s
         self._within = timedelta(seconds=timeout_s)
-        self._requests = asyncio.Semaphore(welcome.requests)
+        # Half of the requests that the server allows are for calls, which wait for
+        # their turn. The others are for requests that are posted at once or not at all.
+        self._requests = asyncio.Semaphore(-(-welcome.requests // 2))
+        self._may_post = welcome.requests // 2
         self.berths: asyncio.Semaphore = asyncio.Semaphore(welcome.berths)
         # The numbers of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
-        self._answers: dict[int, asyncio.Future[NumberedReply]] = {}
+        self._answers: dict[int, _Waiting] = {}
         self.windows: HostWindows | None = None
         # The server's blocks, once its memory is mapped here.
         self.mapped: HostBlocks | None = None
+        # How many requests without a task wait for an answer.
+        self._posted = 0
         # Called with the first answer.
         self.works: Callable[[], object] | None = None
 
@@ -152,28 +160,23 @@ class ActiveConnection:
         Cancel safety: safe, the answer is dropped when it arrives.
         """
         async with self._requests:
-            loop = asyncio.get_running_loop()
-            answer = loop.create_future()
-            self._answers[request.number] = answer  # bounded by the server's requests
-            timeout_s = timeout_s or self._timeout_s
-            late = loop.call_later(timeout_s + STORE_GRACE_S, _expire, answer)
+            answer = asyncio.get_running_loop().create_future()
             try:
-                await self.connection.send(TAG, encode(request), deadline=self._within)
+                await self._send(request, partial(_settle, answer), timeout_s)
                 found = await answer
-            except TimeoutError:
-                error = DeadlineExceeded(f"no answer within {timeout_s:g} s")
-                self.connection.abort(str(error))
-                raise error from None
             except KVWireError:
                 if answer.done():
                     answer.exception()  # not retrieved yet if the send has failed
                 raise
             finally:
-                late.cancel()
-                self._answers.pop(request.number, None)
+                self._forget(request.number)
                 # The exception refers to this frame and so to the moved blocks, in a
                 # cycle.
                 del answer
+        return self.checked(found, kind)
+
+    def checked(self, found: NumberedReply, kind: type[AnswerT]) -> AnswerT:
+        """Return an answer of the right kind; any other one ends the connection."""
         if not isinstance(found, kind):
             self.connection.abort(
                 f"{type(found).__name__} does not answer this request"
@@ -182,6 +185,57 @@ class ActiveConnection:
                 "the server sent an answer that does not match the request"
             )
         return found
+
+    def post(self, request: NumberedRequest, answered: Answered) -> bool:
+        """Send a request whose answer is passed to a function, in the callback.
+
+        Returns:
+            Whether it was sent at once. Then the function is called once: with the
+            answer, or with the reason why there is none.
+        """
+        if self._posted >= self._may_post:
+            return False
+        self._posted += 1
+
+        def over(found: NumberedReply | KVWireError) -> None:
+            self._posted -= 1
+            answered(found)
+
+        if succeeded(self._send(request, over)):
+            return True
+        # It may still be sent, and its answer is then dropped.
+        self._posted -= 1
+        self._forget(request.number)
+        return False
+
+    def _send(
+        self,
+        request: NumberedRequest,
+        answered: Answered,
+        timeout_s: float | None = None,
+    ) -> kvwire.Request[int]:
+        """Send a request, and note the function that gets its answer."""
+        within_s = timeout_s or self._timeout_s
+        later = asyncio.get_running_loop().call_later
+        late = later(within_s + STORE_GRACE_S, self._expire, request.number, within_s)
+        # bounded by the server's requests
+        self._answers[request.number] = _Waiting(answered, late)
+        return self.connection.send(TAG, encode(request), deadline=self._within)
+
+    def _forget(self, number: int) -> Answered | None:
+        """Drop the answer to a request; return the function that would get it."""
+        waiting = self._answers.pop(number, None)
+        if waiting is None:
+            return None
+        waiting.late.cancel()
+        return waiting.answered
+
+    def _expire(self, number: int, timeout_s: float) -> None:
+        error = DeadlineExceeded(f"no answer within {timeout_s:g} s")
+        answered = self._forget(number)
+        self.connection.abort(str(error))
+        if answered is not None:
+            answered(error)
 
     async def apply(
         self, verb: Verb, names: Names, namespace: NamespaceText
@@ -211,17 +265,7 @@ class ActiveConnection:
         lives = True
         lost = False
         try:
-            while True:
-                raw: Any = await self.connection.recv(TAG)
-                reply = decode_reply(raw)
-                if not isinstance(reply, NumberedReply):
-                    raise UsageError("the server sent a second welcome")
-                if self.works is not None:
-                    self.works()
-                    self.works = None
-                waiting = self._answers.pop(reply.number, None)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(reply)
+            await each_message(self.connection, TAG, self._answered)
         except KVWireError as exc:
             lost = True
             why = str(exc)
@@ -234,20 +278,52 @@ class ActiveConnection:
                 self._end(why, lost=lost)
                 await self.close_windows()
 
+    def _answered(self, raw: bytearray) -> bool:
+        """Pass an answer to the call that waits for it; more may come."""
+        reply = decode_reply(raw)
+        if not isinstance(reply, NumberedReply):
+            raise UsageError("the server sent a second welcome")
+        if self.works is not None:
+            self.works()
+            self.works = None
+        answered = self._forget(reply.number)
+        if answered is not None:
+            answered(reply)
+        return True
+
     def _end(self, why: str, *, lost: bool) -> None:
         """Fail every waiter, from a frame that no traceback references."""
         if lost or self._answers:
             self.connection.abort(why)
-        for waiting in self._answers.values():
-            if not waiting.done():
-                # A separate exception for each waiter, since it collects the frames
-                # that it passes.
-                waiting.set_exception(ConnectionLost(why))
+        for number in list(self._answers):
+            answered = self._forget(number)
+            assert answered is not None
+            # A separate exception for each waiter, since it collects the frames that it
+            # passes.
+            answered(ConnectionLost(why))
 
 
-def _expire(answer: asyncio.Future[NumberedReply]) -> None:
-    if not answer.done():
-        answer.set_exception(TimeoutError())
+class _Waiting(NamedTuple):
+    """A request without an answer yet.
+
+    Attributes:
+        answered: Gets the answer.
+        late: The timer that ends the connection.
+    """
+
+    answered: Answered
+    late: asyncio.TimerHandle
+
+
+def _settle(
+    answer: asyncio.Future[NumberedReply], found: NumberedReply | KVWireError
+) -> None:
+    if answer.done():
+        return
+    if isinstance(found, KVWireError):
+        answer.set_exception(found)
+    else:
+        answer.set_result(found)
 
 
 class StoreClient:

@@ -100,12 +100,17 @@ class ClientMemory:
             del self._held[client]
         self._leaving.discard(client)
 
+    @property
+    def has_room(self) -> bool:
+        """Whether all clients together hold no more than the limit."""
+        return self.held_bytes <= self.held_bytes_max
+
     async def room(self) -> None:
         """Wait until all clients together hold no more than the limit.
 
         Cancel safety: safe, it only watches.
         """
-        while self.held_bytes > self.held_bytes_max:
+        while not self.has_room:
             self._has_room.clear()
             await self._has_room.wait()
 

@@ -37,7 +37,13 @@ from kvwire.errors import (
 from kvwire.kv.blocks import Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import NAME_CHARS_MAX
-from kvwire.spi import common_version, succeeded, version_mismatch, when_released
+from kvwire.spi import (
+    common_version,
+    each_message,
+    succeeded,
+    version_mismatch,
+    when_released,
+)
 from kvwire_store.cleanup import drain_or_abort
 from kvwire_store.images import images_in, line_of, payload_of
 from kvwire_store.keys import NO_SLOT, Keys, Orders, once
@@ -158,8 +164,7 @@ class ClientSession:
                 raise version_mismatch(VERSIONS, theirs, "the client")
             while True:
                 await self._served.memory.room()
-                raw: Any = await self._connection.recv(TAG)
-                self._begin(decode_request(raw), len(raw))
+                await each_message(self._connection, TAG, self._arrived)
         except ConnectionClosed:
             pass
         except KVWireError as exc:
@@ -174,6 +179,11 @@ class ClientSession:
             self._served.memory.forget(self)
 
     # --- requests ---------------------------------------------------------------------
+
+    def _arrived(self, raw: bytearray) -> bool:
+        """Begin a request; return whether there is memory for the next one."""
+        self._begin(decode_request(raw), len(raw))
+        return self._served.memory.has_room
 
     def _begin(self, request: AnyRequest, nbytes: int) -> None:
         self._asked += 1

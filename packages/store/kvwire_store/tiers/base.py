@@ -45,7 +45,7 @@ import enum
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from itertools import repeat
 from time import monotonic
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
@@ -168,6 +168,10 @@ class Batch(NamedTuple):
             writable=self.images.writable,
         )
         return self._replace(images=images), fit
+
+
+AskedAct: TypeAlias = Callable[[BlockResults | None, memoryview], None]
+"""Gets the results of :meth:`Tier.ask`, and the images of the landed blocks."""
 
 
 class TierStats(msgspec.Struct, kw_only=True):
@@ -349,6 +353,20 @@ class Tier(ABC):
     def read_in_place(self, blocks: int, nbytes: int) -> None:
         """Count blocks that were read from :attr:`mapped`."""
         self._counts.read_blocks += blocks
+
+    def ask(self, namespace: Namespace, batch: Batch, asked: AskedAct) -> bool:
+        """Start a read of a few blocks that ends in a callback; by default, never.
+
+        Args:
+            namespace: Their namespace.
+            batch: The blocks; it has no images. The orders, and ``kept``, are set.
+            asked: Called once with the results and the images of the landed blocks, one
+                after the other, which are not valid after it returns; or with None.
+
+        Returns:
+            Whether it was started. If not, :meth:`read` the blocks.
+        """
+        return False
 
     @property
     def taking(self) -> bool:

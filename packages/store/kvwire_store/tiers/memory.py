@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.aio import start_task
-from kvwire.kv.blocks import Bits, Ids, any_of
+from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.memory.arena import Arena, may_share
 from kvwire.memory.generations import Generations
@@ -63,6 +63,8 @@ class MemoryTier:
     ) -> None:
         self.index: Index = index
         slabs = index.slabs
+        # Whether blocks that came in one message from a lower tier are kept here too.
+        self.keeps: bool = True
         self.in_flight: InFlightFills = InFlightFills()
         # Blocks being deleted; their deletion waits until no call uses them.
         self._leaving = InFlightFills()
@@ -191,6 +193,28 @@ class MemoryTier:
                 # There was no await since the lookup found no room.
                 changed = self._changed = self._changed or asyncio.Event()
                 await changed.wait()
+        if self._ahead:
+            self._keep_headroom(nbytes)
+        self.below[slots] = self.untaken[slots] = False
+        return slots
+
+    def take_now(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
+        """Take up to ``count`` slots that need no waiting; each is pinned.
+
+        Blocks are evicted for them only if a lower tier has kept these.
+        """
+        slots = self.index.take(nbytes, count, tenant)
+        if slots.size < count and not self._ahead:
+            lacking = count - slots.size
+            more_bytes = 0 if tenant else self._more_bytes
+            needed = max(lacking, more_bytes // nbytes)
+            named = self.index.victims(nbytes, needed, tenant)
+            if named.slots.size and all_of(self.below[named.slots]):
+                more = self.index.replace(*named, nbytes, lacking, tenant)
+                slots = np.concatenate((slots, more)) if slots.size else more
+                slots.sort()
+            else:
+                self.unpin(named.keys[::-1], named.slots[::-1])
         if self._ahead:
             self._keep_headroom(nbytes)
         self.below[slots] = self.untaken[slots] = False

@@ -21,7 +21,7 @@ ELSEWHERE: Final = frozenset({"kvwire", "object", "mooncake", *REDIS})
 """Kinds that may be the only tier, because other processes have their blocks too."""
 GROUP: Final = "kvwire_store.tiers"
 """The entry-point group for kinds from other distributions; names are schemes."""
-PASSAGE: Final = "memory:256MiB"
+PASSAGE: Final = "memory:256MiB?keep=no"
 """The memory that blocks pass through if there is no memory tier: a few batches."""
 
 

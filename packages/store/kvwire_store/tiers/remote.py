@@ -47,6 +47,7 @@ from kvwire_store.server.messages import (
     Get,
     Names,
     NamespaceText,
+    NumberedReply,
     Put,
     StoreDone,
     Touch,
@@ -58,6 +59,7 @@ from kvwire_store.tiers.base import (
     FAILED,
     LANDED,
     REFUSED,
+    AskedAct,
     Batch,
     BlockResults,
     Tier,
@@ -66,6 +68,8 @@ from kvwire_store.tiers.base import (
 )
 
 _READ_ONLY: Final = "this server is read-only"
+_LANDED: Final = bytes((LANDED,))
+_NOTHING: Final = memoryview(b"")
 
 
 class RemoteTier(Tier):
@@ -369,14 +373,13 @@ class RemoteTier(Tier):
     ) -> BlockResults:
         """Request blocks, and receive the images that the server has."""
         get = Get(*self._asked(active, namespace, batch))
+        nbytes = namespace.image_bytes
         if batch.images.nbytes <= STORE_INLINE_BYTES:
             done = await active.call(get, StoreDone)
-            results, room = self._coming(active, batch, done)
-            if len(done.images) == room.nbytes:
-                if room.nbytes:
-                    _put_into(done.images, room)
-                return results
-            raise _lie(active, f"{len(done.images)} bytes of {len(room)} blocks")
+            results = self._came(active, nbytes, batch, done)
+            if done.images:
+                _put_into(done.images, batch.images.selected(results == LANDED))
+            return results
         # The receive is posted before the request, so that the images can be sent
         # without waiting for this side.
         images = active.connection.recv(
@@ -384,24 +387,66 @@ class RemoteTier(Tier):
         )
         try:
             done = await active.call(get, StoreDone)
-            results, room = self._coming(active, batch, done)
+            results = self._coming(active, batch, done)
+            room = batch.images.selected(results == LANDED)
             if room.nbytes:
-                nbytes = await images
-                if nbytes != room.nbytes:
-                    raise _lie(active, f"{nbytes} bytes of {len(room)} blocks")
+                came = await images
+                if came != room.nbytes:
+                    raise _lie(active, f"{came} bytes of {len(room)} blocks")
         finally:
             await drain_or_abort(images, active.connection)
         if 0 < len(room) < results.size:
             # The images arrived contiguously, in the memory of the first blocks.
-            came = bytearray(room.nbytes)
-            copy(batch.images.slice(0, room.nbytes), memoryview(came))
-            _put_into(memoryview(came), room)
+            line = memoryview(bytearray(room.nbytes))
+            copy(batch.images.slice(0, room.nbytes), line)
+            _put_into(line, room)
+        return results
+
+    def ask(self, namespace: Namespace, batch: Batch, asked: AskedAct) -> bool:
+        active = self._client.active
+        nbytes = namespace.image_bytes
+        if (
+            active is None
+            or self._touches.used
+            or batch.keys.size * nbytes > STORE_INLINE_BYTES
+            or nbytes > active.welcome.berth_bytes
+        ):
+            return False
+        get = Get(*self._asked(active, namespace, batch))
+
+        def answered(found: NumberedReply | KVWireError) -> None:
+            try:
+                if isinstance(found, KVWireError):
+                    raise found
+                done = active.checked(found, StoreDone)
+                results = self._came(active, nbytes, batch, done)
+            except KVWireError as exc:
+                self.error = error_text(exc)
+                asked(None, _NOTHING)
+                return
+            self._counts.count(results, written=False)
+            landed = (
+                batch.keys if all_landed(results) else batch.keys[results == LANDED]
+            )
+            self._touches.moved(landed)
+            asked(results, done.images)
+
+        return active.post(get, answered)
+
+    def _came(
+        self, active: ActiveConnection, nbytes: int, batch: Batch, done: StoreDone
+    ) -> BlockResults:
+        """Return the results of a get whose images are in its answer."""
+        results = self._coming(active, batch, done)
+        landed = results.tobytes().count(_LANDED)
+        if len(done.images) != landed * nbytes:
+            raise _lie(active, f"{len(done.images)} bytes of {landed} blocks")
         return results
 
     def _coming(
         self, active: ActiveConnection, batch: Batch, done: StoreDone
-    ) -> tuple[BlockResults, Fragments]:
-        """Return a get's results, and the memory for the images that follow."""
+    ) -> BlockResults:
+        """Return a get's results, and note the orders of the images."""
         count = batch.keys.size
         orders = done.orders
         if done.kept:
@@ -419,18 +464,15 @@ class RemoteTier(Tier):
             if self.error:
                 self._well(active)
             batch.orders[:] = np.frombuffer(orders, np.uint8)
-            return np.zeros(count, np.uint8), batch.images
+            return np.zeros(count, np.uint8)
         results = self._checked(active, batch, done)
         coming = (results == LANDED).nonzero()[0]
-        if not coming.size:
-            return results, batch.images.slice(0, 0)
         table = np.frombuffer(orders, np.uint8)
-        if table.size != count or any_of(table[coming] >= UNKNOWN):
+        if coming.size and (table.size != count or any_of(table[coming] >= UNKNOWN)):
             raise _lie(active, f"{table.size} orders of {count} blocks")
-        batch.orders[coming] = table[coming]
-        if coming.size < count:
-            return results, batch.images.selected(coming)
-        return results, batch.images
+        if coming.size:
+            batch.orders[coming] = table[coming]
+        return results
 
     def _asked(
         self, active: ActiveConnection, namespace: Namespace, batch: Batch

@@ -27,7 +27,7 @@ from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 BLOCKS = 256
 # So a batch of a store is sixteen requests, and whoever is killed has some to go.
@@ -235,6 +235,148 @@ async def test_a_server_of_a_later_major_version_is_refused_by_name() -> None:
         said = "the store server speaks .* 2 to 2, this side 1 to 1; upgrade the older"
         with pytest.raises(UsageError, match=said):
             await BlockStore.open([where])
+
+
+# --- gets without a task --------------------------------------------------------------
+
+
+def same(one: Filled, here: list[int], other: Filled, there: list[int]) -> bool:
+    return np.array_equal(one.tokens(here), other.tokens(there))
+
+
+@pytest.fixture
+def by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory is mapped."""
+    monkeypatch.setenv("KVWIRE_REQUIRE", "tcp")
+
+
+@asynccontextmanager
+async def asking(*memory: str) -> AsyncIterator[tuple[BlockStore, BlockStore]]:
+    """A store that is served by TCP, and one that gets from it."""
+    async with (
+        BlockStore.open(["memory:16MiB"]) as served,
+        StoreServer(served, "127.0.0.1:0") as server,
+        BlockStore.open([*memory, f"kvwire://{server.address}"]) as store,
+    ):
+        yield served, store
+
+
+@pytest.mark.parametrize("memory", [("memory:16MiB",), ("memory:16MiB?keep=no",), ()])
+async def test_a_small_get_needs_no_task(by_tcp: None, memory: tuple[str, ...]) -> None:
+    """What a memory tier keeps is not asked for again."""
+    source = Filled(8, seed=1)
+    async with asking(*memory) as (served, store):
+        assert (await served.put(chain(8), source.cache, range(8))).complete
+        for asked in (3, 6):
+            target = Filled(8)
+            tasks = asyncio.all_tasks()
+            get = store.get(chain(8)[1:4], target.cache, [5, 0, 2])
+            assert asyncio.all_tasks() == tasks
+            outcome = await get
+            assert outcome.complete
+            assert get.is_drained
+            assert same(target, [5, 0, 2], source, [1, 2, 3])
+            kept = memory == ("memory:16MiB",)
+            read = tier_of(store, RemoteTier).stats().read_blocks
+            assert read == (3 if kept else asked)
+        assert served.counters.hit_blocks == (3 if kept else 6)
+        assert store.counters.hit_blocks == 6
+        assert not len(inside.tiers(store).memory.in_flight)
+        assert inside.tiers(store).memory.index.pinned == 0
+
+
+async def test_a_small_get_of_images_in_two_orders(by_tcp: None) -> None:
+    """Each lands in the layout of the cache that gets it."""
+    first, second = Filled(4, layout="HND", seed=1), Filled(4, seed=2)
+    async with asking() as (served, store):
+        assert (await served.put(chain(2), first.cache, [0, 1])).complete
+        assert (await served.put(chain(4)[2:], second.cache, [2, 3])).complete
+        target = Filled(4)
+        assert (await store.get(chain(4), target.cache, range(4))).complete
+        again = Filled(4, layout="HND")
+        assert (await store.get(chain(4), again.cache, range(4))).complete
+        for got in (target, again):
+            assert same(got, [0, 1], first, [0, 1])
+            assert same(got, [2, 3], second, [2, 3])
+
+
+async def test_a_small_get_of_blocks_that_are_there_in_part(by_tcp: None) -> None:
+    source, target = Filled(8, seed=1), Filled(8)
+    async with asking("memory:16MiB") as (served, store):
+        assert (await served.put(chain(2), source.cache, [0, 1])).complete
+        outcome = await store.get(chain(4), target.cache, range(4))
+        assert outcome.landed.ids().tolist() == [0, 1]
+        assert outcome.missing.reasons == ("it is not in the store",)
+        assert same(target, [0, 1], source, [0, 1])
+        assert in_memory(store, chain(4)) == [True, True, False, False]
+        assert store.counters.missed_blocks == 2
+
+
+async def test_a_delete_during_a_small_get_leaves_nothing_behind(by_tcp: None) -> None:
+    """It waits for the blocks, which would come back after it otherwise."""
+    source, target = Filled(8, seed=1), Filled(8)
+    async with asking("memory:16MiB") as (served, store):
+        for _ in range(20):
+            assert (await served.put(chain(4), source.cache, range(4))).complete
+            get = store.get(chain(4), target.cache, range(4))
+            await store.delete(chain(4), target.cache)
+            await get
+            assert in_memory(store, chain(4)) == [False] * 4
+            assert in_memory(served, chain(4)) == [False] * 4
+
+
+async def test_a_small_get_finds_no_room_in_memory(by_tcp: None) -> None:
+    """The caller has the blocks; memory does not, while all of it is in use."""
+    source, target = Filled(8, LARGE, seed=1), Filled(8, LARGE)
+    async with asking("memory:64KiB") as (served, store):
+        assert (await served.put(chain(3), source.cache, range(3))).complete
+        assert (await store.get(chain(1), target.cache, [0])).complete
+        memory = inside.tiers(store).memory
+        here = memory.index.named()
+        memory.index.pin(*here)
+        assert (await store.get(chain(2)[1:], target.cache, [1])).complete
+        assert in_memory(store, chain(2)) == [True, False]
+        memory.unpin(*here)
+        assert (await store.get(chain(3)[2:], target.cache, [2])).complete
+        assert in_memory(store, chain(3)) == [False, False, True]
+        assert same(target, [0, 1, 2], source, [0, 1, 2])
+
+
+async def test_an_answer_that_comes_too_late_touches_nothing(by_tcp: None) -> None:
+    """The get has ended, and its blocks are the caller's again."""
+    target = Filled(8)
+    release = asyncio.Event()
+
+    async def answer_late(connection: kvwire.Connection) -> None:
+        asked = messages.decode_request(await connection.recv(messages.TAG))
+        assert isinstance(asked, messages.Get)
+        await release.wait()
+        images = memoryview(b"x" * 512)
+        done = messages.StoreDone(asked.number, bytes(1), "", bytes(1), images)
+        with suppress(kvwire.KVWireError):
+            await connection.send(messages.TAG, messages.encode(done))
+
+    welcome = messages.Welcome(1, berth_bytes=BERTH, requests=4)
+    async with lying(welcome, answer_late) as where, BlockStore.open([where]) as store:
+        get = store.get(chain(1), target.cache, [3])
+        outcome = await get
+        assert get.is_drained
+        assert "no answer within 0.5 s" in outcome.missing["kv", 3]
+        release.set()
+        await turns(20)
+        assert not any(tensor.any() for tensor in target.tensors)
+
+
+async def test_more_small_gets_than_a_client_may_have_open(by_tcp: None) -> None:
+    source, target = Filled(256, seed=1), Filled(256)
+    async with asking() as (served, store):
+        assert (await served.put(chain(256), source.cache, range(256))).complete
+        gets = [
+            store.get([name], target.cache, [number])
+            for number, name in enumerate(chain(256))
+        ]
+        assert all([(await get).complete for get in gets])
+        assert same(target, [*range(256)], source, [*range(256)])
 
 
 # More than is put without a question.

@@ -1,0 +1,99 @@
+"""Receives the messages of a tag one after the other, without a task for each.
+
+A server or client that answers small messages spends more time on waking a task for
+each of them than on the message. So the function gets each message in the callback in
+which its last byte arrives, and what it sends leaves in the same turn of the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvwire.errors import KVWireError
+from kvwire.proto.records import RequestRecord
+
+if TYPE_CHECKING:
+    from kvwire.endpoint.connection import Connection
+
+MessageAct = Callable[[bytearray], bool]
+"""Acts on a message; returns whether the next one may come."""
+
+
+class MessageSink:
+    """One receive of a tag, posted again after each message.
+
+    Attributes:
+        over: Set when the function wants no more messages; or has the error of the
+            connection, of a message, or of the function.
+    """
+
+    # It has no memory of its own for the message: see Request.
+    _memory = None
+
+    def __init__(self, connection: Connection, tag: int, act: MessageAct) -> None:
+        self._connection = connection
+        self._tag = tag
+        self._act = act
+        self._record: RequestRecord | None = None
+        self.over = connection._thread.loop.create_future()
+
+    def post(self) -> None:
+        """Receive the next message; the driver runs after this."""
+        try:
+            self._record = self._connection._post_sink(self, self._tag)
+        except KVWireError as exc:
+            self._end(exc)
+
+    def close(self) -> None:
+        """Receive no more."""
+        if self._record is not None:
+            self._connection._withdraw_sink(self._record)
+            self._record = None
+
+    def _complete(self, data: Any, error: KVWireError | None) -> None:
+        """Act on a message, or on the error of a receive; see Request."""
+        self._record = None
+        if data is None:
+            self._end(error)
+        elif not self.over.done():
+            try:
+                goes_on = self._act(data)
+            except Exception as exc:  # noqa: BLE001 - raised where the sink is awaited
+                self._end(exc)
+            else:
+                if goes_on:
+                    self.post()
+                else:
+                    self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        if self.over.done():
+            return
+        if error is None:
+            self.over.set_result(None)
+        else:
+            self.over.set_exception(error)
+
+
+async def each_message(connection: Connection, tag: int, act: MessageAct) -> None:
+    """Call a function with each message of a tag, in the callback in which it arrives.
+
+    Args:
+        connection: The connection.
+        tag: The messages' tag, which nothing else receives meanwhile.
+        act: Gets each message. If it returns False, no further one is received, and
+            this returns. It may send: its messages leave in the same turn of the loop.
+
+    Raises:
+        KVWireError: As for :meth:`Connection.recv`; or what the function raised.
+
+    Cancel safety: safe, later messages wait for another receive; only a large message
+    that is arriving at this moment is dropped.
+    """
+    sink = MessageSink(connection, tag, act)
+    sink.post()
+    try:
+        await sink.over
+    finally:
+        sink.close()

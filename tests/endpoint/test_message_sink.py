@@ -1,0 +1,98 @@
+"""Messages that are acted on in the callback in which they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+import kvwire
+from kvwire.limits import EAGER_BYTES
+from kvwire.spi import each_message
+from kvwire_certify.oracle import content
+from tests.support.pairs import Pair, turns
+
+SMALL = 64
+LARGE = 4 * EAGER_BYTES
+
+
+@pytest.mark.parametrize("nbytes", [0, SMALL, EAGER_BYTES, LARGE])
+async def test_each_message_is_answered_from_the_callback(
+    pair: Pair, nbytes: int
+) -> None:
+    """Small answers, and large ones between them, come in the order of their sends."""
+
+    def act(message: bytearray) -> bool:
+        pair.right.send(2, bytes(message))
+        pair.right.send(2, content(LARGE))
+        pair.right.send(2, b"behind it")
+        return True
+
+    serving = asyncio.create_task(each_message(pair.right, 1, act))
+    for number in range(8):
+        question = content(nbytes, number)
+        await pair.left.send(1, question)
+        assert await pair.left.recv(2) == question
+        assert await pair.left.recv(2) == content(LARGE)
+        assert await pair.left.recv(2) == b"behind it"
+    await pair.left.close()
+    with pytest.raises(kvwire.ConnectionClosed):
+        await serving
+
+
+async def test_what_is_sent_from_a_callback_may_change_afterwards(pair: Pair) -> None:
+    """A small message is over when its send returns, whenever it leaves."""
+
+    def act(message: bytearray) -> bool:
+        assert pair.right.send(2, message).done()
+        message[:] = bytes(len(message))
+        return True
+
+    serving = asyncio.create_task(each_message(pair.right, 1, act))
+    await pair.left.send(1, b"as it was")
+    assert await pair.left.recv(2) == b"as it was"
+    serving.cancel()
+
+
+@pytest.mark.parametrize("nbytes", [SMALL, LARGE])
+async def test_an_act_that_wants_no_more(pair: Pair, nbytes: int) -> None:
+    """The next message waits for another receive."""
+    got: list[bytearray] = []
+
+    def act(message: bytearray) -> bool:
+        got.append(message)
+        return len(got) < 2
+
+    for number in range(3):
+        pair.left.send(1, content(nbytes, number))
+    await each_message(pair.right, 1, act)
+    assert got == [content(nbytes, number) for number in range(2)]
+    assert await pair.right.recv(1) == content(nbytes, 2)
+
+
+async def test_an_act_that_raises_ends_it_alone(pair: Pair) -> None:
+    def act(message: bytearray) -> bool:
+        raise ValueError(bytes(message))
+
+    await pair.left.send(1, b"wrong")
+    with pytest.raises(ValueError, match="wrong"):
+        await each_message(pair.right, 1, act)
+    await pair.left.send(1, b"right")
+    assert await pair.right.recv(1) == b"right"
+
+
+async def test_messages_after_a_cancel_wait_for_another_receive(pair: Pair) -> None:
+    got: list[bytearray] = []
+
+    def act(message: bytearray) -> bool:
+        got.append(message)
+        return True
+
+    serving = asyncio.create_task(each_message(pair.right, 1, act))
+    await turns(2)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    await pair.left.send(1, b"later")
+    assert await pair.right.recv(1) == b"later"
+    assert not got
