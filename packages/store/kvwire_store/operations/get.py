@@ -152,14 +152,13 @@ class GetOperation(Operation):
         keeps = memory.keeps
 
         def answered(results: BlockResults | None, line: memoryview) -> None:
-            images = None
+            came = None
             if results is not None:
                 self._first = monotonic()
-                images = self._take_over(request, tier, batch, results, line)
+                came = self._take_over(request, tier, batch, results, line)
                 self._last = monotonic()
-            if keeps and images is not None:
-                landed = (results == LANDED).nonzero()[0]
-                self.keep = partial(self._keep, request, batch, landed, images)
+            if keeps and came is not None:
+                self.keep = partial(self._keep, request, batch, *came)
             elif keeps:
                 memory.in_flight.end(keys)
             asked()
@@ -179,11 +178,11 @@ class GetOperation(Operation):
         batch: Batch,
         results: BlockResults,
         line: memoryview,
-    ) -> Fragments | None:
+    ) -> tuple[Ids, Fragments] | None:
         """Copy the blocks of an answer into the caller's, and note the others.
 
         Returns:
-            The images of those that landed; None if none did.
+            The positions of those that landed, and their images; None if none did.
         """
         positions = np.arange(request.keys.size)
         nbytes = request.namespace.image_bytes
@@ -206,7 +205,7 @@ class GetOperation(Operation):
         self.tiers.namespaces[namespace.digest] = namespace
         self.elsewhere.add(request)
         self.settled(landed.size)
-        return images
+        return landed, images
 
     def _keep(
         self, request: BlockRequest, batch: Batch, landed: Ids, images: Fragments

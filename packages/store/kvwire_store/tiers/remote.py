@@ -405,12 +405,10 @@ class RemoteTier(Tier):
     def ask(self, namespace: Namespace, batch: Batch, asked: AskedAct) -> bool:
         active = self._client.active
         nbytes = namespace.image_bytes
-        if (
-            active is None
-            or self._touches.used
-            or batch.keys.size * nbytes > STORE_INLINE_BYTES
-            or nbytes > active.welcome.berth_bytes
-        ):
+        if active is None or self._touches.used:
+            return False
+        most = min(STORE_INLINE_BYTES, active.welcome.berth_bytes)
+        if batch.keys.size * nbytes > most:
             return False
         get = Get(*self._asked(active, namespace, batch))
 
