@@ -59,7 +59,9 @@ class UcxBackend(Backend):
 
     def open_lane(self, context: LaneContext) -> Lane:
         loop = asyncio.get_running_loop()
-        worker = Worker(self._context(context), loop)
+        found = self._context(context)
+        found.check_open()
+        worker = Worker(found, loop)
         try:
             lane = UcxLane(worker, context, self._lanes.discard)
         except BaseException:

@@ -12,7 +12,14 @@ from typing import Final, final
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
-from kvwire_ucx.library import UcxLibrary, load, rdma_devices, remedy
+from kvwire_ucx.library import (
+    ACTIVE,
+    UcxLibrary,
+    load,
+    port_state,
+    rdma_devices,
+    remedy,
+)
 from kvwire_ucx.settings import REQUIRE_RDMA, UcxSettings, parse
 
 # "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info prints
@@ -22,6 +29,12 @@ _COMPONENT: Final = re.compile(r"component \d+\s*:\s*(\w+)")
 # Transports of libuct_ib and its plug-ins, which belong to the component `ib`.
 _RDMA_TRANSPORTS: Final = re.compile(r"(rc|ud|dc|srd)(_|$)|gga|efa")
 _RDMA_COMPONENTS: Final = frozenset({"ib", "mlx5", "efa", "gga"})
+
+
+# Each holds queue pairs and their buffers, some MiB.
+ABANDONED_MAX: Final = 8
+# Contexts with abandoned workers, which call into them for as long as the process runs.
+_kept: Final[set[Context]] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,7 @@ class Context:
     """
 
     def __init__(self, given: Mapping[str, str], *, keys_end: bool = False) -> None:
+        self.abandoned: list[object] = []
         self.library = library = load()
         self.settings = settings = parse(given, library.version, keys_end=keys_end)
         self.handle = _init(library, settings)
@@ -66,6 +80,29 @@ class Context:
             self.close()
             raise BackendUnavailable(self._no_rdma())
 
+    def check_open(self) -> None:
+        """Check that UCX may open one more worker.
+
+        Raises:
+            BackendUnavailable: No RDMA port is up, where UCX may end the process when
+                it sends; or too many workers were abandoned.
+        """
+        devices = [resource.device for resource in self.rdma]
+        why = no_port_up({device: port_state(device) for device in devices})
+        if why:
+            raise BackendUnavailable(f"UCX: {why}")
+        if len(self.abandoned) >= ABANDONED_MAX:
+            raise BackendUnavailable(
+                f"UCX {self.library.version} cannot free {ABANDONED_MAX} lanes that no "
+                "peer has answered, so it gets no more; use UCX 1.15 or newer, or "
+                "restart the process"
+            )
+
+    def keep(self, worker: object) -> None:
+        """Keep an abandoned worker, and so this context, until the process ends."""
+        self.abandoned.append(worker)  # bounded: ABANDONED_MAX
+        _kept.add(self)
+
     @property
     def rdma(self) -> tuple[Resource, ...]:
         """Return the resources that use RDMA."""
@@ -75,7 +112,7 @@ class Context:
         """Free the context."""
         handle = self.handle
         self.handle = 0
-        if handle:
+        if handle and not self.abandoned:
             self.library.ucp.cleanup(handle)
 
     def _no_rdma(self) -> str:
@@ -89,6 +126,14 @@ class Context:
             f"{REQUIRE_RDMA}: UCX {self.library.version} ({self.library.path}) finds "
             f"no RDMA device, only {found}; the kernel knows: {devices}; {built}"
         )
+
+
+def no_port_up(states: Mapping[str, str]) -> str:
+    """Return what is wrong if none of the RDMA ports is up; "" is an unknown state."""
+    if not states or not {"", ACTIVE}.isdisjoint(states.values()):
+        return ""
+    found = ", ".join(f"{device} is {state}" for device, state in states.items())
+    return f"no RDMA port is up: {found}"
 
 
 def printed(function: Callable[[int, int], None], handle: int) -> str:

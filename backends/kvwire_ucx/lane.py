@@ -77,6 +77,10 @@ BYTES_MIN: Final = 32 * KIB
 # Four spans, so that none waits for the round trip of an acknowledgement.
 SPAN_BYTES: Final = 4 * MIB
 WINDOW_BYTES: Final = 4 * SPAN_BYTES
+# How long a client waits for the answer to its hello on a UCX that cannot free a worker
+# without one: UCX itself gives up after 30 s over UD queue pairs, and then ends the
+# process.
+GREETING_S: Final = 20.0
 # How long the end of a lane waits until the peer has received the bye. A stopped peer
 # never receives it.
 LINGER_S: Final = 1.0
@@ -181,7 +185,7 @@ class UcxLane(Lane):
             self._expect(BYE, 1, self._peer_left)
             if self._context.role is Role.CLIENT:
                 self._send_hello()
-                await self._came_up
+                await self._answer()
             if self._state is not _State.GREETING:
                 raise BackendUnavailable(str(self._error or "the lane was closed"))
         except BaseException:
@@ -189,6 +193,17 @@ class UcxLane(Lane):
             raise
         self._state = _State.UP
         self._given = True
+
+    async def _answer(self) -> None:
+        """Wait for the server's hello."""
+        limit_s = GREETING_S if self._worker.is_fragile else None
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._came_up
+        except TimeoutError:
+            raise BackendUnavailable(
+                f"ucx: the peer did not answer within {limit_s:g} s"
+            ) from None
 
     def _check_version(self, theirs: Version) -> None:
         """Refuse a UCX version that would connect and then fail at the first payload.
@@ -417,10 +432,17 @@ class UcxLane(Lane):
         """End the lane now, from any state: the first of three steps."""
         if self._state in (_State.ENDING, _State.ENDED):
             return
+        came_up = self._came_up.done() and not self._came_up.cancelled()
+        answered = came_up or self._peer_has_left
+        unanswered = self._state is _State.GREETING and not answered
         self._state = _State.ENDING
         self._error = error
         if not self._came_up.done():
             self._came_up.set_result(None)  # join checks the state
+        if unanswered and self._is_left_alone():
+            self._worker.abandon()
+            self._leave()
+            return
         for request in self._receives:
             self._worker.cancel(request)
         if self._windows is not None:
@@ -432,6 +454,14 @@ class UcxLane(Lane):
         else:
             self._linger = self._loop.call_later(LINGER_S, self._hang_up)
             self._send_bye()
+
+    def _is_left_alone(self) -> bool:
+        """Return whether UCX would end the process if it had to free this lane.
+
+        No payload was announced on it, so UCX reaches no memory but its own.
+        """
+        endpoint = self._endpoint
+        return self._worker.is_fragile and endpoint is not None and not endpoint.failed
 
     def _send_bye(self) -> None:
         assert self._endpoint is not None
@@ -482,6 +512,9 @@ class UcxLane(Lane):
         self._worker.close()
         if self._windows is not None:
             self._windows.unregister()
+        self._leave()
+
+    def _leave(self) -> None:
         self._state = _State.ENDED
         if self._linger is not None:
             self._linger.cancel()

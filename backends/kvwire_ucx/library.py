@@ -32,6 +32,7 @@ VERSION_MIN: Final = (1, 13)
 # Each is loaded before the next, so that the wheel's libraries need no search path.
 _SONAMES: Final = ("libucs.so.0", "libuct.so.0", "libucp.so.0")
 _INFINIBAND: Final = Path("/sys/class/infiniband")
+ACTIVE: Final = "ACTIVE"
 _SYSTEM: Final = "system"
 _WHEEL: Final = "wheel"
 
@@ -176,6 +177,17 @@ def rdma_devices() -> tuple[str, ...]:
         return tuple(sorted(entry.name for entry in _INFINIBAND.iterdir()))
     except OSError:
         return ()
+
+
+def port_state(device: str, devices: Path = _INFINIBAND) -> str:
+    """Return the kernel's word for a port such as ``mlx5_0:1``, or "" without one."""
+    name, _, port = device.partition(":")
+    try:
+        text = (devices / name / "ports" / (port or "1") / "state").read_text()
+    except OSError:
+        # A removed device differs from a machine whose /sys is not shown.
+        return "" if not devices.is_dir() else "gone"
+    return text.strip().rpartition(" ")[2]  # "4: ACTIVE"
 
 
 def _wheel() -> str | None:

@@ -89,6 +89,10 @@ class Worker:
         self._receiving = _params(on_received, _OF_MEMORY | binding.OP_NO_IMMEDIATE)
         self._other = _params(on_sent)
         self._closing = _params(on_sent, binding.OP_FLAGS)
+        # Whether UCX may end the process if it frees an endpoint without an answer.
+        # Debian's 1.13 does ("send.wireup.type"), if messages that connect RC queue
+        # pairs wait for UD ones.
+        self.is_fragile = bool(context.rdma) and context.library.version < OLD
         self.handle = self._create()
         try:
             self.address = self._own_address()
@@ -220,6 +224,19 @@ class Worker:
         self._on_idle = callback
         self._patience = IDLE_TURNS
         self.wake()
+
+    def abandon(self) -> None:
+        """Leave the worker as it is, and its context: what it holds is never freed.
+
+        Only without operations that reach memory of others.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._event_fd)
+        self._endpoints.clear()
+        self.context.keep(self)
 
     def close(self) -> None:
         """Destroy the worker; running operations then end, and are reported.

@@ -1,11 +1,10 @@
 """Guests live as long as a module: a boot takes as long as most of its tests."""
 
-import socket
 from collections.abc import Iterator
 
 import pytest
 
-from tests.rdma.hosts import Host, one, two
+from tests.rdma.hosts import Host, free_port, one, two
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -24,10 +23,5 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
     """Two guests on a wire."""
-    with two(tmp_path_factory.mktemp("out"), _free_port()) as found:
+    with two(tmp_path_factory.mktemp("out"), free_port()) as found:
         yield found
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -16,8 +16,10 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ GUEST = Path(__file__).with_name("guest")
 PYTHON = sys.executable
 FIRST = "192.168.78.1"  # of two; the other one is .2
 _NOT_PASSED = ("UCX_", "KVWIRE_")
+LIFE_S = 1800.0
 PING = "busybox ping -c 3 -W 20"
 _END = "rig-status"
 # What is written before the guest has opened its console would be lost.
@@ -41,12 +44,17 @@ class HostError(AssertionError):
 class Host:
     """A guest whose shell waits for commands."""
 
-    def __init__(self, out: Path, wire: str = "", life_s: float = 900.0) -> None:
+    def __init__(self, out: Path, wire: str = "", life_s: float = LIFE_S) -> None:
         net = ["--net", wire] if wire else []
         self.out = out
+        # Not in `out`: the path of a Unix socket has 107 bytes.
+        self._folder = tempfile.TemporaryDirectory(prefix="rdma-")
+        self._monitor = f"{self._folder.name}/monitor"
         self._started: dict[str, int] = {}
+        command: list[str | Path] = [GUEST, *net, "--out", out, *_SHELL]
+        command[1:1] = ["--monitor", self._monitor, "--seconds", str(int(life_s))]
         self._process = subprocess.Popen(
-            [GUEST, *net, "--out", out, "--seconds", str(int(life_s)), *_SHELL],
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -108,7 +116,7 @@ class Host:
         log = self._log(name)
         log.touch()
         self.run(
-            f"({command} & echo $! >/run/{name}.pid; wait; echo {_END} $?) "
+            f"({command} & echo $! >/run/{name}.pid; wait $!; echo {_END} $?) "
             f">{log} 2>&1 &"
         )
 
@@ -132,6 +140,34 @@ class Host:
         """Send a signal to a started command."""
         self.run(f"kill -{sig} $(cat /run/{name}.pid)", check=False)
 
+    def cable(self, state: str) -> None:
+        """Plug the wire in ("on"), or out ("off"): the port has no carrier then."""
+        with socket.socket(socket.AF_UNIX) as monitor:
+            monitor.settimeout(60)
+            monitor.connect(self._monitor)
+            monitor.sendall(f"set_link wire {state}\n".encode())
+            seen = b""
+            while seen.count(b"(qemu)") < 2:  # its prompts, before and after
+                seen += monitor.recv(4096)
+
+    def unplug(self, seconds: float) -> None:
+        """Take the wire out for some seconds."""
+        self.cable("off")
+        time.sleep(seconds)
+        self.cable("on")
+
+    def stand_still(self, seconds: float) -> None:
+        """Stop the whole machine for some seconds."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.killpg(self._process.pid, signal.SIGCONT)
+
+    def impair(self, how: str, seconds: float) -> None:
+        """Send through netem for some seconds, such as ``loss 1%``."""
+        self.run(f"tc qdisc add dev eth0 root netem {how}")
+        time.sleep(seconds)
+        self.run("tc qdisc del dev eth0 root")
+
     def kill(self) -> None:
         """End the guest, as a machine that loses its power."""
         with contextlib.suppress(ProcessLookupError):
@@ -139,6 +175,18 @@ class Host:
         self._reader.join()
         with contextlib.suppress(BrokenPipeError):  # a command that was not read
             self._process.communicate()
+        self._folder.cleanup()
+
+
+def let_pass(seconds: float) -> None:
+    """Wait for a moment in the middle of what goes on."""
+    time.sleep(seconds)
+
+
+def free_port() -> int:
+    """Return a port of loopback for the wire of two hosts."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -153,12 +201,12 @@ def one(out: Path) -> Iterator[Host]:
 
 
 @contextlib.contextmanager
-def two(out: Path, port: int) -> Iterator[tuple[Host, Host]]:
+def two(out: Path, port: int, life_s: float = LIFE_S) -> Iterator[tuple[Host, Host]]:
     """Two guests on one wire, which loopback's ``port`` carries; the first is FIRST."""
-    first = Host(out, f"listen:{port}")
+    first = Host(out, f"listen:{port}", life_s)
     try:
         time.sleep(2)  # QEMU's socket network does not dial again
-        second = Host(out, f"connect:{port}")
+        second = Host(out, f"connect:{port}", life_s)
         try:
             first.booted()
             second.booted()

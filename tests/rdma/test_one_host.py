@@ -12,17 +12,36 @@ DEVICES = "UCX_NET_DEVICES=rxe0:1,lo"
 PYTEST = f"{DEVICES} {PYTHON} -m pytest -q -p no:cacheprovider --color=no"
 
 
-def test_the_backend_keeps_its_contract_over_ud_queue_pairs(host: Host) -> None:
+LANES = (
+    "tests/backends/kvwire_ucx/test_lane.py tests/backends/test_conformance.py "
+    "tests/backends/test_processes.py tests/backends/test_transfers.py"
+)
+OWN = (
+    "tests/backends/kvwire_ucx/test_backend.py tests/backends/kvwire_ucx/test_lane.py "
+    "tests/backends/kvwire_ucx/test_registration.py "
+    "tests/backends/kvwire_ucx/test_worker.py tests/backends/test_conformance.py"
+)
+# UCX 1.13 ends the process if it frees a lane whose RC queue pairs never connected. So
+# kvwire keeps such a lane, and the tests that count its descriptors find them.
+NOT_OVER_RC = "ucx and not peer-gone and not old_ucx"
+
+
+@pytest.mark.parametrize(
+    ("loop", "tests", "which", "count"),
+    [("asyncio", LANES, NOT_OVER_RC, 60), ("uvloop", OWN, "ucx", 80)],
+    ids=["rc_verbs", "ud_verbs"],
+)
+def test_the_backend_keeps_its_contract(
+    host: Host, loop: str, tests: str, which: str, count: int
+) -> None:
+    """With a loop for each kind of queue pair: see `transports_of_this_loop`."""
     printed = host.run(
-        f"{PYTEST} --loops uvloop -k ucx tests/backends/kvwire_ucx "
-        "tests/backends/test_conformance.py tests/backends/test_transfers.py",
-        1100,
-        check=False,
+        f"{PYTEST} --durations 8 --loops {loop} -k {which!r} {tests}", 900, check=False
     )
-    print(printed[-4000:])
+    print(printed[-6000:])
     passed = re.search(r"(\d+) passed", printed)
     assert passed, printed
-    assert int(passed[1]) > 150
+    assert int(passed[1]) >= count
     assert "failed" not in printed.splitlines()[-1]
     assert "error" not in printed.splitlines()[-1]
 

@@ -4,7 +4,7 @@ Every block that is called landed has its bytes, and nothing is written after `d
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,8 @@ from tests.rdma.hosts import PYTHON, Host
 
 pytestmark = pytest.mark.timeout(600)
 MOVER = f"{PYTHON} -m tests.rdma.mover"
+BLOCKS = 128
+OUTAGE_S = 5.0
 MTU_BYTES = 1024  # of rxe over a wire of 1,500 bytes
 
 
@@ -23,13 +25,27 @@ def _packets(host: Host) -> int:
 
 
 @contextmanager
-def _serving(first: Host, *options: str) -> Iterator[None]:
-    first.start("owner", " ".join([MOVER, "serve", *options]))
+def _serving(first: Host, options: str) -> Iterator[None]:
+    """An owner, whom nothing but the end of the block ends."""
+    first.start("owner", f"{MOVER} serve {options}")
     try:
         first.wait_for("owner", "listening")
         yield
+        first.stop("owner", "TERM")
+        first.wait_for("owner", "rig-status 0")
     finally:
         first.stop("owner", "KILL")
+
+
+@contextmanager
+def _half_way(hosts: tuple[Host, Host], options: str = "") -> Iterator[None]:
+    """A reader that has half of a transfer, and an owner that then sends the rest."""
+    first, second = hosts
+    second.start("reader", f"{MOVER} pull --hold --blocks {BLOCKS} {options}")
+    second.wait_for("reader", "half of 0")
+    first.stop("owner", "USR1")
+    yield
+    second.wait_for("reader", "rig-status 0", 300)
 
 
 def _pulled(printed: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -78,7 +94,7 @@ def test_blocks_travel_as_rdma_packets(
 
 @pytest.mark.parametrize(
     "impairment",
-    ["loss 1%", "delay 2ms reorder 1%"],
+    ["loss 1%", "delay 2ms 1ms reorder 10%"],
     ids=["lost", "reordered"],
 )
 def test_an_impaired_wire_changes_no_byte(
@@ -88,11 +104,72 @@ def test_an_impaired_wire_changes_no_byte(
     for host in hosts:
         host.run(f"tc qdisc add dev eth0 root netem {impairment}")
     try:
-        with _serving(first, "--count 2"):
-            transfers, summary = _pulled(second.run(f"{MOVER} pull --count 2", 300))
+        with _serving(first, "--blocks 8"):
+            transfers, summary = _pulled(second.run(f"{MOVER} pull --blocks 8", 300))
     finally:
         for host in hosts:
             host.run("tc qdisc del dev eth0 root")
     _over_verbs(transfers)
     _nothing_wrong(summary)
-    assert summary["complete"] == 2
+    assert summary["complete"] == 1
+
+
+# --- faults in the middle of a transfer -----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda owner, reader: owner.unplug(OUTAGE_S),
+        lambda owner, reader: owner.stand_still(OUTAGE_S),
+        lambda owner, reader: reader.stand_still(OUTAGE_S),
+    ],
+    ids=["cable", "owner", "reader"],
+)
+def test_an_outage_of_seconds_delays_a_transfer(
+    hosts: tuple[Host, Host], fault: Callable[[Host, Host], None]
+) -> None:
+    with _serving(hosts[0], f"--hold --blocks {BLOCKS}"):
+        with _half_way(hosts):
+            fault(*hosts)
+        transfers, summary = _pulled(hosts[1].printed("reader"))
+    _over_verbs(transfers)
+    _nothing_wrong(summary)
+    assert summary["complete"] == 1
+
+
+def test_a_device_that_is_removed_goes_with_its_last_user(
+    hosts: tuple[Host, Host],
+) -> None:
+    """The kernel waits for the queue pairs, and the next process has only TCP."""
+    first, second = hosts
+    with _serving(first, f"--hold --blocks {BLOCKS}"):
+        with _half_way(hosts):
+            first.start("removal", "rdma link del rxe0")
+        transfers, summary = _pulled(second.printed("reader"))
+    first.wait_for("removal", "rig-status 0")
+    try:
+        with _serving(first, "--blocks 8"):
+            after, rest = _pulled(second.run(f"{MOVER} pull --blocks 8"))
+    finally:
+        first.run("rdma link add rxe0 type rxe netdev eth0")
+    _over_verbs(transfers)
+    assert "tcp: taken" in after[0]["way"]
+    for found in (summary, rest):
+        _nothing_wrong(found)
+        assert found["complete"] == 1
+
+
+def test_an_owner_without_power_leaves_an_outcome_and_free_memory(
+    hosts: tuple[Host, Host],
+) -> None:
+    """The last test of these two machines."""
+    first, second = hosts
+    first.start("owner", f"{MOVER} serve --hold --blocks {BLOCKS}")
+    first.wait_for("owner", "listening")
+    with _half_way(hosts, "--deadline 30 --watch 3"):
+        first.kill()
+    transfers, summary = _pulled(second.printed("reader"))
+    _nothing_wrong(summary)
+    assert summary.get("complete", 0) == 0
+    assert "192.168.78.1" in transfers[0]["why"]

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import pytest
 
+from kvwire.backend.lane import LaneContext
 from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
 from kvwire.limits import KIB
+from kvwire.types import Role
 from kvwire_certify.conformance.rig import LaneRig
 from kvwire_ucx import UcxBackend
 from kvwire_ucx.bootstrap import parse
+from kvwire_ucx.context import Context
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import Version
+from kvwire_ucx.worker import Worker
 from tests.backends.kvwire_ucx.support import (
     SHARED_MEMORY,
+    TCP,
     needs_ucx,
     transports_of_this_loop,
 )
+from tests.backends.recorders import LaneRecorder
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = needs_ucx
@@ -113,3 +120,23 @@ async def test_a_payload_of_another_length_ends_the_lane(length: int) -> None:
     assert f"bytes and not {length}" in str(error)
     assert not right.arrived
     await test.aclose()
+
+
+async def test_a_lane_without_an_answer_is_left_if_ucx_cannot_free_it() -> None:
+    """UCX 1.13 ends the process then, while RC queue pairs connect."""
+    context = Context({"TLS": TCP})
+    loop = asyncio.get_running_loop()
+    worker, silent = (Worker(context, loop) for _ in range(2))
+    worker.is_fragile = True
+    given = LaneContext(role=Role.CLIENT, number=1, secret=bytes(32))
+    lane, other = (UcxLane(end, given, lambda _: None) for end in (worker, silent))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await lane.join(other.bootstrap, LaneRecorder())
+    assert lane.ended.done()
+    assert context.abandoned == [worker]
+    other.abort()
+    await other.ended
+    context.library.ucp.worker_destroy(worker.handle)  # as this UCX can
+    context.abandoned.clear()
+    context.close()

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,8 @@ from kvwire.errors import BackendUnavailable
 from kvwire_ucx import worker as module
 from kvwire_ucx.binding import ERR_CANCELED
 from kvwire_ucx.bootstrap import UcxBootstrap
-from kvwire_ucx.context import Context, Resource
+from kvwire_ucx.context import ABANDONED_MAX, Context, Resource, no_port_up
+from kvwire_ucx.library import ACTIVE, port_state
 from kvwire_ucx.requests import MemoryHandles
 from kvwire_ucx.worker import UcxEndpoint, Worker
 from tests.backends.kvwire_ucx import newcomer
@@ -193,3 +195,48 @@ def test_ucx_says_what_is_wrong_with_settings(
 )
 def test_rdma_is_told_by_the_transport(transport: str, expected: bool) -> None:
     assert is_rdma(transport) is expected
+
+
+@pytest.mark.parametrize(
+    ("states", "refused"),
+    [
+        ({"mlx5_0:1": "DOWN"}, "no RDMA port is up: mlx5_0:1 is DOWN"),
+        (
+            {"a:1": "DOWN", "b:1": "gone"},
+            "no RDMA port is up: a:1 is DOWN, b:1 is gone",
+        ),
+        ({"a:1": "DOWN", "b:1": "ACTIVE"}, ""),
+        ({"a:1": ""}, ""),
+        ({}, ""),
+    ],
+    ids=["down", "removed", "one of two", "unknown", "no device"],
+)
+def test_no_worker_is_opened_while_no_port_is_up(
+    states: dict[str, str], refused: str
+) -> None:
+    assert no_port_up(states) == refused
+
+
+def test_the_kernel_s_word_for_a_port(tmp_path: Path) -> None:
+    (tmp_path / "mlx5_0/ports/1").mkdir(parents=True)
+    (tmp_path / "mlx5_0/ports/1/state").write_text("4: ACTIVE\n")
+    assert port_state("mlx5_0:1", tmp_path) == ACTIVE
+    assert port_state("mlx5_1:1", tmp_path) == "gone"
+    assert port_state("mlx5_0:1", tmp_path / "nothing") == ""
+
+
+async def test_workers_that_cannot_be_freed_are_kept_and_few() -> None:
+    """And the context that calls into them lives as long."""
+    context = Context({"TLS": TCP})
+    kept = [Worker(context, asyncio.get_running_loop()) for _ in range(ABANDONED_MAX)]
+    for worker in kept:
+        context.check_open()
+        worker.abandon()
+    with pytest.raises(BackendUnavailable, match=f"cannot free {ABANDONED_MAX} lanes"):
+        context.check_open()
+    handle = context.handle
+    context.close()
+    assert context.abandoned == kept
+    for worker in kept:  # as this UCX can
+        context.library.ucp.worker_destroy(worker.handle)
+    context.library.ucp.cleanup(handle)
