@@ -520,7 +520,7 @@ if hasattr(os, "register_at_fork"):
 def unusable(
     remedy: str, *special: str, result: type = object
 ) -> Callable[[type[T]], type[T]]:
-    """Decorate a class so that a use that Python cannot do names what to write instead.
+    """Decorate a class so that a use that Python cannot do names the right code.
 
     Args:
         remedy: What to write, such as ``"write `async for`"``.
@@ -598,7 +598,7 @@ class Closing(AsyncWith):
 
 
 class Opening(AsyncWith):
-    """Base class of what opens an object once, when it is awaited or entered."""
+    """Base class of a call that opens an object once, when it is awaited or entered."""
 
     _begun: bool = False
 

@@ -117,7 +117,7 @@ class UsageError(KVWireError, ValueError):
 
 
 class NotAwaited(UsageError, AttributeError):
-    """A result's name was used on what has yet to be awaited.
+    """A result's name was used on an object that was not awaited.
 
     As an ``AttributeError``, so that ``hasattr`` is False and ``getattr`` has its
     default: libraries ask any object what it can do.

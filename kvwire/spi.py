@@ -1,4 +1,4 @@
-"""What packages on kvwire use of it besides its public names.
+"""The names that packages on kvwire use besides its public ones.
 
 A package of this repository imports public names of kvwire, the rooms of plug-ins
 (``kvwire.kv``, ``memory``, ``backend``, ``directory``, ``security``, ``observe`` and

@@ -169,6 +169,9 @@ class Address:
     ``str(address)`` and :meth:`parse` are inverses.
 
     Attributes:
+        scheme: The transport, such as ``"tcp"``.
+        host: A host name or IP address, or a path.
+        port: The port; 0 for a path, and for any free port to listen on.
         name: The host name of which ``host`` is one address, if a user dialled that;
             two addresses do not differ by it.
     """
@@ -312,7 +315,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TransportReport:
-    """The transports that were considered for a connection, with reasons."""
+    """The transports that were considered for a connection, with reasons.
+
+    Attributes:
+        candidates: Each transport, in order of preference.
+    """
 
     candidates: tuple[Candidate, ...] = field(default=())
 

@@ -60,7 +60,7 @@ _EVERYTHING: Final = ReadMethod.MEMORY | ReadMethod.ARENA
 
 
 class _Greeting(NamedTuple):
-    """What the other side says of itself."""
+    """The other side's description of itself."""
 
     address: int  # of its cookie
     reads: ReadMethod  # how it reads this side
@@ -183,7 +183,7 @@ class Rendezvous:
         return RendezvousResult(sock, peer, is_read, may == _EVERYTHING)
 
     def _permit(self, who: PeerProcess) -> ReadMethod:
-        """Permit the other side what it may do; return by which methods it may read."""
+        """Give the other side its permissions; return how it may read."""
         if refusal(self._windows, who.uid):
             return ReadMethod.ARENA
         if self._tracers.permit(who.pid, self._tracer):

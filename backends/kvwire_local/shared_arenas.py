@@ -3,11 +3,11 @@
 An arena's descriptor travels on the socket before the first record that names the
 arena. A peer that has an arena can read all of it, so only a peer that may read all
 memory of this process gets the arenas of caches. Every other peer gets one arena, the
-lane's staging ring, with copies of what is sent to it.
+lane's staging ring, with copies of the payload for it.
 
-The peer unmaps an arena when this side says so (UNSHARED): once no window is in it and
-the peer has read every payload in it. An arena from which payload was sent stays shared
-until it is closed here, since more payload will follow.
+The peer unmaps an arena when this side asks for it (UNSHARED): once no window is in it
+and the peer has read every payload in it. An arena from which payload was sent stays
+shared until it is closed here, since more payload will follow.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Selection:
         return self._offered
 
     def negotiate(self, theirs: tuple[tuple[str, int], ...]) -> TransportReport:
-        """Return the decision, as server, about what a client offers.
+        """Return the server's decision about a client's offer.
 
         Args:
             theirs: The name and contract version of each transport.

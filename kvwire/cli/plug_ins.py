@@ -20,7 +20,7 @@ GROUP: Final = "kvwire.commands"
 
 
 class Commands:
-    """What the installed distributions add to a command.
+    """The subcommands and options that installed distributions add to a command.
 
     Args:
         app: The command, which has its own subcommands.
@@ -37,7 +37,7 @@ class Commands:
                 app.command(point.value, name=name, help=_summary(point))
 
     def load(self, name: str) -> None:
-        """Import what a subcommand needs; nothing for one of kvwire's own.
+        """Import the modules of a subcommand; nothing for one of kvwire's own.
 
         Raises:
             UsageError: Several distributions have that name.

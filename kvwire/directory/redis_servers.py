@@ -71,7 +71,7 @@ _REDIRECTS: Final = 4
 # 16,384 slots.
 _KEYS_TRIED: Final = 50_000
 _CONNECTING: Final = re.compile(r"^Error \S+ connecting to \S+\. ")
-# What the client says of a server that accepts a connection and ends it, and remedies.
+# The client's messages about a server that accepts and ends a connection; remedies.
 _HUNG_UP: Final = {
     "max number of clients": "raise maxclients there, or end clients that it has",
     "while writing to socket|closed by server": (

@@ -1,7 +1,7 @@
 """How much memory this process's container may use: the limit of its control group.
 
 A control group that uses more than its limit is killed, without an error that a program
-could show. So what is larger than the limit is compared with it before it is used.
+could show. So a size above the limit is compared with it before it is used.
 """
 
 from __future__ import annotations

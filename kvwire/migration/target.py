@@ -36,9 +36,9 @@ class Arrival:
     """A request that has arrived, and belongs to this engine from now on.
 
     Attributes:
+        name: Its name, the same at both engines.
         blocks: Its blocks, in token order; the engine returns them to its pool.
         tokens: The number of tokens whose KV is in them.
-        tokens: Tokens whose KV is in them.
         state: The other engine's state for it.
     """
 

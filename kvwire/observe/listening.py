@@ -149,7 +149,7 @@ class HttpThread:
                 await writer.drain()
                 writer.close()
                 await writer.wait_closed()
-        # It has gone, or said nothing, or too much. A timeout is an OSError as well.
+        # It has gone, or sent nothing, or too much. A timeout is an OSError as well.
         except (OSError, EOFError, asyncio.LimitOverrunError, KeyError):
             pass
         finally:

@@ -91,7 +91,7 @@ class SourcesCollector(Collector, ABC, Generic[T]):
         self._sources = {k: v for k, v in self._sources.items() if k != name}
 
     def describe(self) -> list[Metric]:
-        """Return every metric, so that a registry knows what is in it."""
+        """Return every metric, so that a registry knows their names."""
         return list(self.collect())
 
     def collect(self) -> Iterator[Metric]:

@@ -444,7 +444,7 @@ class LaneTable:
         self._looked_at = now
         for lane in self._lanes.values():
             if late_s > STALL_TOLERANCE_S:
-                # This side moved nothing, and what has arrived may not be noticed yet.
+                # This side moved nothing, and may not have noticed an arrival yet.
                 lane.comes.forgive(late_s)
                 lane.goes.forgive(late_s)
             if lane.stage is LaneStage.OPEN and not lane.stalled:

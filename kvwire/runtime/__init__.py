@@ -1,1 +1,1 @@
-"""What all parts of a communicator share: services, lent memory, threads, counters."""
+"""Shared by all parts of a communicator: services, lent memory, threads, counters."""

@@ -394,7 +394,7 @@ class Reading:
             self.complete(outcome or self.outcome())
 
     def outcome(self) -> Outcome:
-        """Return what has landed, and why the rest has not."""
+        """Return the blocks that have landed, and a reason for each other one."""
         results = self._known()
         if self.view is None:
             return nothing_landed(self.cache, self.lists, results.reasons[0])

@@ -130,7 +130,7 @@ class Ping(Body, array_like=True, frozen=True, gc=False):
 
 
 class Close(Body, array_like=True, frozen=True, gc=False):
-    """CLOSE: the sender starts nothing new, and has finished what it had begun."""
+    """CLOSE: the sender starts nothing new, and has finished all that it had begun."""
 
     code: U16
 

@@ -51,7 +51,7 @@ def common_version(mine: VersionRange, theirs: VersionRange) -> int:
 def version_mismatch(
     mine: VersionRange, theirs: VersionRange, who: str = "peer"
 ) -> VersionMismatch:
-    """Return the error for two ranges that do not overlap; ``who`` names the peer."""
+    """Return the error for two ranges that do not overlap; ``who`` is the peer."""
     return VersionMismatch(
         f"{who} speaks protocol versions {theirs[0]} to {theirs[1]}, this side "
         f"{mine[0]} to {mine[1]}; upgrade the older one",

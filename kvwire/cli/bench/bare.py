@@ -142,7 +142,7 @@ async def _stream(line: Line, sock: socket.socket, *, is_left: bool) -> None:
 def _move(
     sock: socket.socket, work: Work, parts: list[memoryview], *, receives: bool
 ) -> Seconds:
-    """Send or receive a round's bytes; a byte asks for them, or says they are there."""
+    """Send or receive a round's bytes; a byte asks for them, or confirms them."""
     asks = work.verb in _FROM_RIGHT
     signal = memoryview(bytearray(_BYTE))
     began = time.perf_counter()

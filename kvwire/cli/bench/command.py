@@ -161,7 +161,7 @@ def _works(benchmark: Benchmark) -> list[Work]:
 
 
 def _profile(benchmark: Benchmark, settings: Mapping[str, Any]) -> str:
-    """Return what both hosts must agree on: the works follow from it."""
+    """Return the settings on which both hosts must agree."""
     options = [f"{k}={v}" for k, v in settings.items() if k != "transport"]
     return " ".join([benchmark.name, *options])
 
@@ -311,7 +311,7 @@ def fragments_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """What ``fragments`` moves.
+    """The options of ``fragments``.
 
     Attributes:
         transport: Transports, separated by commas, or all that are installed. If one

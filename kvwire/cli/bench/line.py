@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One round's work; ``offer`` is what the right side has said about it."""
+    """One round's work; ``offer`` is the right side's description of it."""
 
     work: Work
     # Whether bytes are random, and compared.
@@ -42,7 +42,7 @@ class Turn:
 
 
 class Line(Protocol):
-    """Carries values between one side and whoever says what is next."""
+    """Carries values between one side and the process that directs both."""
 
     async def send(self, value: object) -> None:
         """Send a value."""

@@ -88,7 +88,7 @@ async def opened(
 
 
 def facts(connection: kvwire.Connection) -> dict[str, Any]:
-    """Return what a contender consists of, for the JSON document."""
+    """Return the parts of a contender, for the JSON document."""
     loop = type(asyncio.get_running_loop()).__module__
     return {
         "kvwire": kvwire.__version__,
@@ -133,7 +133,7 @@ class Left:
 
     @asynccontextmanager
     async def _reached(self, work: Work, offer: Any) -> AsyncIterator[_Reach]:
-        """Open what the right side offers: a grant for each operation in flight."""
+        """Open the right side's offer: a grant for each operation in flight."""
         if not offer:
             yield ()
         elif work.verb == GET and work.layers:
@@ -236,7 +236,7 @@ class Right:
         self._ids = itertools.count()
 
     async def round(self, turn: Turn, line: Line) -> None:
-        """Offer what the left side needs of a round, answer it, and report."""
+        """Offer the grants of a round to the left side, answer it, and report."""
         work = turn.work
         await asyncio.to_thread(self.memory.have, work, checks=turn.checks)
         async with self._offered(work) as offer:

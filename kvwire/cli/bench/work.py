@@ -48,7 +48,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a contender does in a round: ``count`` operations of ``nbytes``.
+    """The work of a contender in a round: ``count`` operations of ``nbytes``.
 
     Up to ``in_flight`` of them run at a time. ``ready`` is a push whose layers are
     marked one by one; a ``get`` of a work with layers reads from a window.

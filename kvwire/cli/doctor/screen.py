@@ -81,7 +81,7 @@ def written(report: PeerReport) -> RenderableType:
     verdict = (
         "in order"
         if report.well
-        else "NOT in order: see what is damaged or stopped above"
+        else "NOT in order: see the damaged or stopped parts above"
     )
     return Group(*hosts, *trials, Text(), Text(verdict, style="bold"))
 

@@ -50,7 +50,7 @@ class ContinuousBatching:
         """Store the blocks of a sequence that the manager still has.
 
         Args:
-            tokens: The sequence: a prompt, and what was generated.
+            tokens: The sequence: a prompt, and the generated tokens.
 
         Returns:
             The number of leading tokens that are stored now.

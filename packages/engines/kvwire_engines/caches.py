@@ -1,6 +1,6 @@
 """The KV of one model's sequences, kept in a store or moved: one call each.
 
-A program makes an empty cache of its engine, and fills it with what is stored of the
+A program makes an empty cache of its engine, and fills it with the stored part of the
 prompt's beginning. The engine computes the rest::
 
     kept = TransformersCaches(store, model, weights=weights_name(folder))
@@ -282,7 +282,7 @@ class Caches(ABC):
 
     @abstractmethod
     def _meaning(self, model: Any) -> tuple[Meaning, Turned, str]:
-        """Return what the model's KV means, its rotation, and its whole config."""
+        """Return the meaning of the model's KV, its rotation, and its whole config."""
 
     @abstractmethod
     def _measure(self, model: Any) -> Shape:
@@ -318,11 +318,11 @@ class Caches(ABC):
 
     @abstractmethod
     def _form(self, cache: Any) -> Shape:
-        """Return the shape of what an empty cache is filled with."""
+        """Return the shape of the KV that fills an empty cache."""
 
     @abstractmethod
     def _form_of(self, cache: Any) -> Shape:
-        """Return the shape of what a cache with tokens holds."""
+        """Return the shape of the KV in a cache with tokens."""
 
     @abstractmethod
     def _read(self, cache: Any, tokens: int) -> list[tuple[Any, Any]]:

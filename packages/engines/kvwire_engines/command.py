@@ -31,7 +31,7 @@ def serve(
 ) -> None:
     """Keep the sessions of a llama-server in a store; its clients use this address.
 
-    Runs until Ctrl-C or SIGTERM; then it stores what has been answered.
+    Runs until Ctrl-C or SIGTERM; then it stores the answers so far.
 
     Args:
         engine: The server's URL, such as http://127.0.0.1:8080.

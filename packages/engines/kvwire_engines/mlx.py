@@ -1,6 +1,6 @@
 """The caches of mlx_lm, kept in a store or moved; see :mod:`kvwire_engines.caches`.
 
-A server that answers with what is stored of each prompt::
+A server that answers with the stored part of each prompt::
 
     kept = MlxCaches(store, model, weights=weights_name(folder))
     cache = make_prompt_cache(model)

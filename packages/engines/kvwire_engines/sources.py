@@ -29,7 +29,7 @@ _VLLM: Final = AxisOrder("block head token (kv dim)")
 
 
 class Shape(NamedTuple):
-    """What a model keeps of each token.
+    """The sizes of the KV that a model keeps of each token.
 
     Attributes:
         layers: The number of layers.

@@ -21,7 +21,14 @@ from kvwire_store.tiers.slabs import GRAIN_BYTES
 
 @dataclass(frozen=True, slots=True)
 class TierAddress:
-    """The address of a tier, as the user wrote it."""
+    """The address of a tier, as the user wrote it.
+
+    Attributes:
+        text: All of it, such as ``"disk:/var/kv?size=1GiB"``.
+        scheme: The kind of tier, before the colon.
+        place: The text between the colon and the question mark.
+        options: The options behind the question mark.
+    """
 
     text: str
     scheme: str

@@ -1,4 +1,4 @@
-"""Whose KV can be used by whom: what keys and values mean in each engine.
+"""Which engines can use each other's KV: the meaning of keys and values in each.
 
 Keys are kept after the rotation by position (RoPE). So two engines have the same KV
 only if they rotate the same pairs of elements by the same angles, keep heads in the
@@ -63,7 +63,7 @@ _TOLERANCE: Final = 5e-3
 
 
 class Meaning(NamedTuple):
-    """What one engine's keys and values of a model depend on, besides its weights.
+    """The facts on which an engine's keys and values depend, besides the weights.
 
     Attributes:
         model: ``model_type`` of the config.
@@ -129,7 +129,7 @@ def require_known(where: str, engine: str, meaning: Meaning) -> None:
         meaning: What the KV means, in either engine.
 
     Raises:
-        UsageError: It is not; the text names what is.
+        UsageError: It is not; the text names the possible ones.
     """
     for what, found, known in (
         ("engine", engine, ENGINES),
@@ -149,10 +149,10 @@ def require_known(where: str, engine: str, meaning: Meaning) -> None:
 
 
 def rotates_so(meaning: Meaning, turned: Turned, dim: int) -> bool:
-    """Return whether a model rotates keys as its config says.
+    """Return whether a model rotates keys as its config describes.
 
     Args:
-        meaning: What the config says.
+        meaning: The description in the config.
         turned: The model's rotation.
         dim: Elements of a head.
     """

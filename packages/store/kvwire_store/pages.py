@@ -88,7 +88,7 @@ class PageStore:
     ) -> Future[list[bool]]:
         """Read pages into memory.
 
-        Returns a future that says for each page whether all of it was read. Once it is
+        Returns a future with, for each page, whether all of it was read. Once it is
         done, nothing writes to the caller's memory any more.
         """
         get = self._store.get

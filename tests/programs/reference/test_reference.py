@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import kvwire
 from tests.programs.reference import FOLDER, PAGES
 from tests.programs.reference.api import TOPICS
+from tests.programs.reference.docstrings import found
 from tests.programs.reference.examples import ELSEWHERE, EXAMPLES, run
 
 
@@ -50,6 +53,25 @@ def test_signatures_are_whole() -> None:
     assert "    lease_s: float | None = ...,\n" in pull
     opened = text.partition('<a id="kvwire.open">')[2].partition("## ")[0]
     assert "    lease_s: float = 30.0,\n" in opened
+
+
+_DATACLASSES = [
+    name
+    for topic in TOPICS
+    for name in topic.names
+    if dataclasses.is_dataclass(found(name))
+]
+
+
+@pytest.mark.parametrize("name", _DATACLASSES)
+def test_each_field_is_described_once(name: str) -> None:
+    """So are the arguments with which it is made, which are the same."""
+    thing = found(name)
+    text = (inspect.getdoc(thing) or "").partition("Attributes:\n")[2]
+    section = re.split(r"^(?=\S)", text, flags=re.MULTILINE)[0]
+    listed = re.findall(r"^ {4}(\w+(?:, \w+)*): ", section, re.MULTILINE)
+    described = [one for names in listed for one in names.split(", ")]
+    assert sorted(described) == sorted(inspect.signature(thing).parameters)
 
 
 def test_only_bytes_have_binary_units() -> None:

@@ -13,7 +13,7 @@ Cases = Mapping[str, Any] | None
 
 
 class CheckFailed(AssertionError):
-    """A broken promise; the message describes what happened."""
+    """A broken promise; the message describes the breach."""
 
 
 class Planted(Exception):
@@ -196,7 +196,7 @@ class Report:
 
 
 def show_end(report: Report) -> int:
-    """Print what failed, and how many passed; return the exit status."""
+    """Print the failed checks and the number that passed; return the exit status."""
     if report.failed:
         print(f"\n{len(report.failed)} failed:\n{report.failures}\n")
     print(report.summary)

@@ -245,7 +245,7 @@ class SessionFront:
             slot.tokens = tokens[: max(found, there)]
 
     async def _keep(self, slot: _Slot, headers: _Headers) -> None:
-        """Store what a slot holds, and give the slot back."""
+        """Store a slot's tokens, and give the slot back."""
         try:
             await self._sessions.put(slot.number, headers)
         except KVWireError as exc:
@@ -289,7 +289,7 @@ class SessionFront:
     # --- slots ------------------------------------------------------------------------
 
     async def _look(self, headers: _Headers) -> ServerIdentity:
-        """Return what is served; forget slots of a server that was replaced."""
+        """Return the server's identity; forget slots of a server that was replaced."""
         found: ServerIdentity
         holds: dict[int, int]
         asked: list[Coroutine[Any, Any, Any]] = [

@@ -63,7 +63,7 @@ _PROPS: Final = ("model_path", "model_alias", "model_ftype", "n_ctx", "build_inf
 
 
 class EngineLost(KVWireError):
-    """The llama-server cannot be reached, or does not do what it was asked.
+    """The llama-server cannot be reached, or refuses a request.
 
     Attributes:
         status: The status of its answer; None if there was none.
@@ -75,7 +75,7 @@ class EngineLost(KVWireError):
 
 
 class ServerIdentity(NamedTuple):
-    """What a llama-server serves: two with other models are never equal.
+    """The model and settings of a llama-server: two that differ are never equal.
 
     Attributes:
         props: What it reports about its model and itself.
@@ -152,7 +152,7 @@ class LlamaCppSessions:
     async def identity(
         self, headers: Mapping[str, str] | None = None
     ) -> ServerIdentity:
-        """Return what the server serves now.
+        """Return the identity of the server's present model.
 
         Args:
             headers: Headers for the server, such as Authorization.
@@ -271,7 +271,7 @@ class LlamaCppSessions:
         return await run_to_completion(self._restore(slot, made, before, headers))
 
     async def put(self, slot: int, headers: Mapping[str, str] | None = None) -> int:
-        """Store what a slot holds, in full blocks; return the number of tokens stored.
+        """Store a slot's full blocks; return the number of tokens stored.
 
         Args:
             slot: The number of an idle slot.
@@ -336,7 +336,7 @@ class LlamaCppSessions:
             await asyncio.to_thread(path.unlink, missing_ok=True)
         with self._expected("/slots"):
             restored = done.get("n_restored")
-        # A swap of the model is only noticed afterwards: what was restored then belongs
+        # A swap of the model is only noticed afterwards: the restored KV then belongs
         # to other weights.
         same = await self.identity(headers) == before
         if restored != made.tokens.size or not same:

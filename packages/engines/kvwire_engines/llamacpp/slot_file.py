@@ -44,7 +44,7 @@ _U32: Final = np.dtype("<u4")
 
 
 class SlotForm(NamedTuple):
-    """What a slot file depends on besides its tokens and the weights.
+    """The facts on which a slot file depends, besides its tokens and the weights.
 
     Attributes:
         streams: Sequences for which the server keeps cells apart.

@@ -56,8 +56,8 @@ Head: TypeAlias = bytes | memoryview | BlockResult
 class ValueIO(ABC):
     """Moves values to and from one service; holds everything specific to the service.
 
-    Failures of the service raise nothing, unless a method says so: the values concerned
-    get a failed result, and :meth:`KeyValueTier.note` gets the reason.
+    Failures of the service raise nothing, unless a method is documented to raise: the
+    values concerned get a failed result, and :meth:`KeyValueTier.note` gets the reason.
     """
 
     async def connect(self) -> None:  # noqa: B027 - some connect with each request

@@ -115,7 +115,7 @@ class Dispatcher:
         self._releases: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Cancel what is still sent without a client.
+        """Cancel the requests that are still sent without a client.
 
         Cancel safety: call it again.
         """

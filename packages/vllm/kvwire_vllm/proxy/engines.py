@@ -127,7 +127,7 @@ class VllmEngine:
 
     @property
     def waits_for(self) -> str:
-        """What has to happen before it gets requests; "" if it does."""
+        """The event before which it gets no requests; "" if it gets them."""
         return self._state()[1]
 
     def _state(self) -> tuple[str, str]:

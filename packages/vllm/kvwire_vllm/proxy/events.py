@@ -43,10 +43,10 @@ class EventReader(AsyncIterator[bytes]):
     async def __anext__(self) -> bytes:
         """Return the next event.
 
-        Cancel safety: safe, what was read is kept.
+        Cancel safety: safe, bytes that were read are kept.
         """
         while (end := _END.search(self._read, self._searched)) is None:
-            # The end may have begun in what was read.
+            # The end may have begun in the bytes that were read.
             self._searched = max(0, len(self._read) - _END_BYTES_MAX)
             if len(self._read) > PROXY_EVENT_BYTES_MAX:
                 why = f"an event has more than {PROXY_EVENT_BYTES_MAX} bytes"
@@ -63,7 +63,7 @@ class EventReader(AsyncIterator[bytes]):
         return event
 
     def rest(self) -> bytes:
-        """Take what was read after the last returned event."""
+        """Take the bytes that were read after the last returned event."""
         rest = self._read
         self._read = b""
         self._searched = 0

@@ -107,7 +107,7 @@ class EngineFleet:
         return any(not engine.waits_for for engine in self.engines)
 
     def why_none(self) -> str:
-        """Return why no engine takes requests: what each role's engines wait for.
+        """Return why no engine takes requests: the reason of each role's engines.
 
         Clients may read it, so it has no address.
         """

@@ -145,7 +145,7 @@ def immovable_field(path: str, body: Mapping[str, Any]) -> str:
     chat = path != COMPLETIONS
     if chat and not _is_text(body.get("messages")):
         return "messages"
-    # Without a limit, a chat ends where its engine's configuration says.
+    # Without a limit, a chat ends at the limit of its engine's configuration.
     limit = _limit(path, body)
     if type(limit) is not int and not (chat and limit is None):
         return "max_tokens"

@@ -90,7 +90,7 @@ _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
 
 
 def fleet_view(state: ProxyState) -> dict[str, Any]:
-    """Return what each engine and each request waits for."""
+    """Return the reason for waiting of each engine and each request."""
     now = state.fleet.clock()
     engines = [
         {
