@@ -204,6 +204,8 @@ test-vllm-router: $(VLLM_STAMP)
 test-llamacpp: $(STAMP)
 	$(INSTALL) $(VENV) --no-deps xllamacpp==2026.10.11549 gguf==0.19.0
 	$(BIN)/python -m pytest packages/engines/tests/llamacpp $(ARGS)
+	$(BIN)/python -m pytest tests/programs/bench/test_sessions.py \
+	  packages/certify/tests/test_targets.py -k 'sessions or llamacpp or reported'
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)

@@ -47,6 +47,10 @@ class Needs(NamedTuple):
 
 TARGETS: Final = {
     "kvwire": Needs(),
+    "llamacpp": Needs(
+        ("kvwire_engines", "xllamacpp", "gguf"),
+        "pip install kvwire-engines xllamacpp gguf",
+    ),
     "mooncake": Needs(
         ("mooncake",),
         "pip install mooncake-transfer-engine-non-cuda, and "

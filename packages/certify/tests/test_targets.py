@@ -19,7 +19,7 @@ TRANSPORTS = ("kvwire:tcp", "kvwire:local", "kvwire:ucx")
 # An engine is loaded within three times as long.
 LIMIT_S = 60.0
 # They have no puts.
-STORES = {"vllm", "vllm_engine"}
+STORES = {"llamacpp", "vllm", "vllm_engine"}
 ONCE = Schedule(
     seed=0,
     slots=4,
@@ -32,6 +32,14 @@ ONCE = Schedule(
         Step("withdraw", 0),
     ),
 )
+
+REPORTS = """
+from kvwire_certify.targets.llamacpp import LlamaCppEnd
+
+class Reports(LlamaCppEnd):
+    async def restore(self, name):
+        pass
+"""
 
 
 def installed(target: str) -> str:
@@ -57,6 +65,17 @@ async def test_what_is_offered_lands(target: str) -> None:
             pytest.skip(str(exc))  # it needs a library of the system
     assert (played.rule, played.text) == ("", "")
     assert played.operations == (2 if target in STORES else 3)
+
+
+async def test_a_restore_that_is_reported_and_has_not_happened(tmp_path: Path) -> None:
+    """llama.cpp#26676: the server reports success, and its slot is as before."""
+    installed("llamacpp")
+    (tmp_path / "reports.py").write_text(REPORTS)
+    target = f"{tmp_path / 'reports.py'}:Reports"
+    async with Stage(target, LIMIT_S) as stage:
+        played = await stage.play(ONCE)
+    assert played.rule == "hole"
+    assert "bytes that landed were never written" in played.text
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -226,6 +227,26 @@ def sizes(
 
     found = asyncio.run(large.sizes(tier_mib * MIB, requests, blocks))
     report.show(large.render(found), lambda: None, json=None)
+
+
+@app.command
+def sessions(
+    *, tokens: Annotated[int, within(64, 16_000)] = 8000, rounds: Rounds = 5
+) -> None:
+    """What sessions of llama.cpp cost that go on at another server, and their front.
+
+    `make test-llamacpp` installs the server.
+
+    Args:
+        tokens: Tokens of a session.
+        rounds: How many sessions; ten times as many short requests, and streams.
+    """
+    from tests.programs.bench import sessions as costs_of
+
+    load = os.getloadavg()[0]
+    found = asyncio.run(costs_of.measure(tokens, rounds, 10 * rounds))
+    print(f"load {load:.1f} at the beginning; medians")
+    print(costs_of.shown(found))
 
 
 @app.command

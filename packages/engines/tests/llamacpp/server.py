@@ -151,16 +151,39 @@ class LlamaServer(Beside):
 
 @contextlib.asynccontextmanager
 async def llama_server(
-    model: Path, folder: Path, *arguments: str
+    model: Path, folder: Path, *arguments: str, under: tuple[str, ...] = ()
 ) -> AsyncIterator[LlamaServer]:
-    """Run a server; see the module for its arguments."""
+    """Run a server, perhaps under a command; see the module for its arguments."""
     slots = folder / "slots"
     slots.mkdir(exist_ok=True)
     command = ("-m", __name__, str(model), str(slots), *arguments)
-    async with beside(*command, kind=LlamaServer) as server:
+    async with beside(*command, kind=LlamaServer, under=under) as server:
         server.url = await server.line()
         server.folder = slots
         yield server
+
+
+class Front(Beside):
+    """The process of a front.
+
+    Attributes:
+        url: Its address.
+    """
+
+    url: str
+
+
+@contextlib.asynccontextmanager
+async def front_beside(
+    server: LlamaServer, *tiers: str, under: tuple[str, ...] = ()
+) -> AsyncIterator[Front]:
+    """Run a front of a server as a user does, over a store of these tiers."""
+    command = ["-m", "kvwire", "session", "serve", "--engine", server.url]
+    command += ["--slots", str(server.folder), "--listen", "127.0.0.1:0"]
+    command += [word for tier in tiers for word in ("--tier", tier)]
+    async with beside(*command, kind=Front, logs=True, under=under) as front:
+        front.url = (await front.line()).partition(" on ")[2].partition(",")[0]
+        yield front
 
 
 @contextlib.asynccontextmanager

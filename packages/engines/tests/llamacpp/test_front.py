@@ -25,13 +25,13 @@ from kvwire_engines.llamacpp.sessions import BLOCK_TOKENS
 from kvwire_store import BlockStore
 from packages.engines.tests.llamacpp.server import (
     LlamaServer,
+    front_beside,
     llama_server,
     prompt_of,
     serving,
     toy_model,
 )
 from tests.support.pairs import until
-from tests.support.runs import Beside, beside
 
 
 @contextlib.asynccontextmanager
@@ -234,24 +234,13 @@ async def test_the_command_serves_and_stores_before_it_ends(
     model: Path, tmp_path: Path
 ) -> None:
     prompt = prompt_of(0, 100)
-    disk = f"disk:{tmp_path}/kv?size=64MiB"
-    async with llama_server(model, tmp_path) as server:
-        command = ("-m", "kvwire", "session", "serve", "--engine", server.url)
-        options = (
-            "--slots",
-            str(server.folder),
-            "--tier",
-            "memory:4MiB",
-            "--tier",
-            disk,
-        )
-        async with beside(
-            *command, *options, "--listen", "127.0.0.1:0", kind=Beside, logs=True
-        ) as front:
-            line = await front.line()
-            url = line.partition(" on ")[2].partition(",")[0]
-            await server.complete(prompt, url=url)
-            front.signal(signal.SIGTERM)
-            assert await front.wait() == 0
-    async with BlockStore.open(["memory:4MiB", disk]) as store:
-        assert store.stats()[f"{disk}"].blocks == 3, store.stats()
+    tiers = ("memory:4MiB", f"disk:{tmp_path}/kv?size=64MiB")
+    async with (
+        llama_server(model, tmp_path) as server,
+        front_beside(server, *tiers) as front,
+    ):
+        await server.complete(prompt, url=front.url)
+        front.signal(signal.SIGTERM)
+        assert await front.wait() == 0
+    async with BlockStore.open(tiers) as store:
+        assert store.stats()[tiers[1]].blocks == 3, store.stats()
