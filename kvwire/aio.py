@@ -19,6 +19,7 @@ import os
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -404,8 +405,9 @@ async def gather_all(*works: Coroutine[Any, Any, T]) -> list[T]:
 class TurnBudget:
     """Bounds the copying in one turn of the loop by calls that complete at once.
 
-    Awaiting a complete call does not let the loop run. So the calls that exceed the
-    budget complete in the loop's next turn, and tasks that call in sequence take turns.
+    Awaiting a complete call does not let the loop run, and a program may begin many
+    calls before it awaits the first. So the calls that exceed the budget copy in later
+    turns, in their order.
 
     Args:
         nbytes: The most bytes of a turn.
@@ -414,21 +416,59 @@ class TurnBudget:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._spent = 0
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Return whether a call may copy its bytes now.
+
+        The first call of a turn always may, unless others wait.
+        """
+        if self._queue:
+            return False
+        return not self._spent or self._spent + nbytes <= self._nbytes
 
     def spend(self, nbytes: int) -> bool:
-        """Count the bytes of a call; return whether the budget still covers it.
-
-        The first call of a turn is always covered.
-        """
-        first = not self._spent
+        """Count the bytes of a call, if there is room for them; return whether."""
+        if self._queue or (self._spent and self._spent + nbytes > self._nbytes):
+            return False
+        if not self._spent:
+            self._renew_later()
         self._spent += nbytes
-        if first:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._renew, context=contextvars.Context())
-        return first or self._spent <= self._nbytes
+        return True
+
+    def later(self, nbytes: int, call: Callable[[], None]) -> None:
+        """Make a call in a later turn that has room for its bytes; it must not raise.
+
+        Use it if there is no room now.
+        """
+        self._queue.append((nbytes, call))  # bounded: one for each of the caller's
+
+    async def room(self, nbytes: int) -> None:
+        """Wait for a turn with room for some bytes.
+
+        Cancel safety: safe, it only waits.
+        """
+        if self.spend(nbytes):
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.later(nbytes, lambda: None if turn.done() else turn.set_result(None))
+        await turn
+
+    def _renew_later(self) -> None:
+        # It is set again and again, so it has no variables of a request.
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._renew, context=contextvars.Context())
 
     def _renew(self) -> None:
         self._spent = 0
+        queue = self._queue
+        if not queue:
+            return
+        self._renew_later()
+        while queue and (not self._spent or self._spent + queue[0][0] <= self._nbytes):
+            nbytes, call = queue.popleft()
+            self._spent += nbytes
+            call()
 
 
 class LoopThread:

@@ -190,7 +190,7 @@ class OpenedWindow:
 
     def close(self) -> None:
         """Close it, and notify the owner once nothing here reads its memory."""
-        self.gone = self.gone or "this side closed the window"
+        self.gone = self.gone or "gone: this side closed the window"
         self.drop_reader()
         if not self._under_way:
             self.windows.closed(self)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -171,32 +172,53 @@ class Reading:
         self, opened: OpenedWindow, view: WindowView, reader: WindowReader
     ) -> Outcome | None:
         """Read a small group at once, and a large one in batches."""
-        named = self.named
-        nbytes = sum(
-            count * size
-            for count, size in zip(named.counts, view.block_bytes, strict=True)
-        )
+        nbytes = self.named.counts[0] * view.block_bytes[0]
         if self.single and reader.immediate and nbytes <= reader.turn_bytes:
-            batch = self._batch(opened, view, 0, slice(None))
-            try:
-                landed = reader.read(batch)
-            except ConnectionLost:
-                opened.drop_reader()
-                return self.begin(opened, self._queue)
-            assert isinstance(landed, np.ndarray)
-            self.over = True
-            if landed.all():
-                wire_s = self._loop.time() - self._begun_at
-                outcome = view.whole(named, self.lists, nbytes, wire_s)
-            else:
-                self._known().note(np.arange(landed.size), landed, _WITHDRAWN)
-                outcome = self.outcome()
-            if not opened.turn.spend(nbytes + _READ_BYTES):
-                self._loop.call_soon(self.complete, outcome)
-                return None
-            return outcome
+            if opened.turn.spend(nbytes + _READ_BYTES):
+                return self._at_once(opened, view, reader)
+            opened.turn.later(nbytes + _READ_BYTES, partial(self._in_turn, reader))
+            return None
         start_task(self._in_turns(opened, view, reader))
         return None
+
+    def _at_once(
+        self, opened: OpenedWindow, view: WindowView, reader: WindowReader
+    ) -> Outcome | None:
+        """Read all blocks now; by messages if the lane is lost."""
+        try:
+            landed = reader.read(self._batch(opened, view, 0, slice(None)))
+        except ConnectionLost:
+            opened.drop_reader()
+            return self.begin(opened, self._queue)
+        assert isinstance(landed, np.ndarray)
+        self.over = True
+        if landed.all():
+            wire_s = self._loop.time() - self._begun_at
+            nbytes = landed.size * view.block_bytes[0]
+            return view.whole(self.named, self.lists, nbytes, wire_s)
+        self._known().note(np.arange(landed.size), landed, _WITHDRAWN)
+        return self.outcome()
+
+    def _in_turn(self, reader: WindowReader) -> None:
+        """Read in the turn that has room, unless the read has ended meanwhile."""
+        opened = self._opened
+        if self.over:
+            return
+        if self.deadline is not None and self._loop.time() >= self.deadline:
+            self.fail_rest("the deadline passed")
+            return
+        try:
+            view = self.view
+            if reader is opened.reader and view is not None:
+                outcome = self._at_once(opened, view, reader)
+            else:
+                outcome = self.begin(opened, self._queue)
+        except KVWireError as exc:
+            opened.lost(reader, exc)
+            self.fail_rest(f"gone: {exc}")
+        else:
+            if outcome is not None:
+                self.complete(outcome)
 
     def _batch(
         self, opened: OpenedWindow, view: WindowView, index: int, part: slice
@@ -265,14 +287,18 @@ class Reading:
                 KV_PIECES_MAX // view.block_pieces[index],
             )
             for first in range(0, count, max(1, step)):
+                part = slice(first, min(count, first + max(1, step)))
+                if reader.immediate:
+                    here = (part.stop - part.start) * view.block_bytes[index]
+                    await opened.turn.room(here + _READ_BYTES)
                 if self.over:
                     return
-                part = slice(first, min(count, first + max(1, step)))
                 found = reader.read(self._batch(opened, view, index, part))
                 at = np.arange(begin + part.start, begin + part.stop)
                 if isinstance(found, np.ndarray):
                     self._known().note(at, found, _WITHDRAWN)
-                    await asyncio.sleep(0)
+                    if not reader.immediate:
+                        await asyncio.sleep(0)
                 else:
                     self.under_way = found
                     opened.read_begun(found)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -304,18 +306,33 @@ async def test_the_connection_is_lost(pair: Pair) -> None:
     await window.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="arenas are of Linux only")
-async def test_tasks_that_get_in_sequence_take_turns() -> None:
-    """Gets that complete at once hold the loop for a few blocks only."""
-    size = 1 << 16
-    arena = Arena(size)
-    memory = arena.buffer(size)
-    order: list[int] = []
-    ended: list[int] = []
+@asynccontextmanager
+async def mapped(
+    block_bytes: int,
+) -> AsyncIterator[tuple[Pair, kvwire.Window, kvwire.RemoteWindow]]:
+    """A window of 16 blocks of ones that the other side has mapped."""
+    arena = Arena(16 * block_bytes)
+    memory = arena.buffer(16 * block_bytes)
+    memory[:] = 1
     async with connected(transport="local") as pair:
-        window = pair.far.expose("bytes", memory, block_bytes=1 << 12)
+        window = pair.far.expose("bytes", memory, block_bytes=block_bytes)
         remote = await pair.left.window("bytes")
         assert remote.way == "mapped"
+        yield pair, window, remote
+        await remote.close()
+        await window.close()
+    arena.release()  # the test still refers to the window
+
+
+arenas = pytest.mark.skipif(sys.platform != "linux", reason="arenas are of Linux only")
+
+
+@arenas
+async def test_tasks_that_get_in_sequence_take_turns() -> None:
+    """Gets that complete at once hold the loop for a few blocks only."""
+    order: list[int] = []
+    ended: list[int] = []
+    async with mapped(1 << 12) as (_, window, remote):
         ticket = window.offer([0])
 
         async def reads(number: int) -> None:
@@ -326,15 +343,71 @@ async def test_tasks_that_get_in_sequence_take_turns() -> None:
             ended.append(len(order))
 
         await asyncio.gather(*(reads(number) for number in range(4)))
-        await remote.close()
-        await window.close()
-    del memory, window
-    arena.close()
     # While all four read; the last one is alone in the end.
     assert max(len(list(run)) for _, run in groupby(order[: ended[0]])) <= 20
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="arenas are of Linux only")
+@arenas
+@pytest.mark.parametrize("block_bytes", [1 << 12, 1 << 20])
+async def test_a_burst_of_gets_copies_a_little_in_each_turn(block_bytes: int) -> None:
+    """However many are begun before the first await, and however large they are."""
+    async with mapped(block_bytes) as (_, window, remote):
+        ticket = window.offer(range(2))
+        targets = [bytearray(2 * block_bytes) for _ in range(40)]
+        gets = [remote.get(ticket, into=into) for into in targets]
+        copied = 0
+        while copied < len(gets):
+            now = sum(into[-1] for into in targets)
+            assert now - copied <= 8
+            copied = now
+            await asyncio.sleep(0)
+        assert all([(await get).complete for get in gets])
+
+
+@arenas
+async def test_gets_that_wait_for_their_turn_are_cancelled_late_or_withdrawn() -> None:
+    """Nothing is copied for them, and each says why."""
+    async with mapped(1 << 12) as (_, window, remote):
+        ticket = window.offer([0])
+        first = [remote.get(ticket, into=bytearray(1 << 12)) for _ in range(8)]
+        targets = [bytearray(1 << 12) for _ in range(3)]
+        cancelled, late, stale = (
+            remote.get(ticket, into=into, deadline=at)
+            for into, at in zip(targets, (None, 0, None), strict=True)
+        )
+        cancelled.cancel()
+        window.withdraw([0])
+        assert (await first[0]).complete
+        assert not (await first[-1]).complete
+        with pytest.raises(kvwire.RequestCancelled):
+            await cancelled
+        assert (await late).missing.reasons == ("the deadline passed",)
+        assert "withdrawn" in (await stale).missing.reasons[0]
+        for get in (cancelled, late, stale):
+            await get.released()
+        assert not any(targets[0] + targets[1])
+
+
+@arenas
+@pytest.mark.parametrize("ends", ["window", "remote", "connection"])
+async def test_gets_that_wait_for_their_turn_outlive_no_window(ends: str) -> None:
+    """They end, complete or with a reason, whatever ends first."""
+    async with mapped(1 << 12) as (pair, window, remote):
+        ticket = window.offer([0])
+        gets = [remote.get(ticket, into=bytearray(1 << 12)) for _ in range(8)]
+        if ends == "window":
+            await window.close()
+        elif ends == "remote":
+            await remote.close()
+        else:
+            pair.left.abort("to see")
+        outcomes = [await get for get in gets]
+        assert outcomes[0].complete
+        for one in outcomes:
+            assert one.complete or re.match("gone: |withdrawn", one.missing.reasons[0])
+
+
+@arenas
 async def test_mapped_memory_outlives_its_connection() -> None:
     """What was offered is still right, and what is withdrawn is still missing."""
     size = 1 << 16

@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple, Self, overload
 
@@ -115,8 +116,7 @@ class BlockStore(StoreManagement):
         self._servers: set[Callable[[], Awaitable[None]]] = set()
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
-        # Bytes copied since the loop last ran, by calls that completed before they
-        # returned.
+        # Bounds the bytes that gets copy in one turn of the loop.
         self._turn = TurnBudget(_IN_PLACE_BYTES)
         # The lower tiers that are not closed yet.
         self._open = list(below)
@@ -474,19 +474,33 @@ class BlockStore(StoreManagement):
             return None
         if self._logs or RINGS or not work.is_small:
             return None
-        loop = asyncio.get_running_loop()
-        over = loop.create_future()
-        if not work.at_once():
-            if not work.ask(lambda: self._asked(work, over)):
-                return None
+        over = asyncio.get_running_loop().create_future()
+        nbytes = work.nbytes + _CALL_BYTES
+        if self._turn.has_room(nbytes):
+            if work.at_once():
+                self._turn.spend(nbytes)
+                over.set_result(work.end())
+                return over
+        elif work.is_near:
             self._follow(work, over)
+            self._turn.later(nbytes, partial(self._move_in_turn, work, over))
             return over
-        outcome = work.end()
-        if self._turn.spend(work.nbytes + _CALL_BYTES):
-            over.set_result(outcome)
-        else:
-            loop.call_soon(_settle, over, outcome)
+        if not work.ask(lambda: self._asked(work, over)):
+            return None
+        self._follow(work, over)
         return over
+
+    def _move_in_turn(self, work: GetOperation, over: asyncio.Future[Any]) -> None:
+        """Copy in the turn that has room; a task does what cannot be done at once."""
+        try:
+            if work.at_once():
+                _settle(over, work.end())
+                return
+        except Exception as exc:  # noqa: BLE001 - the caller's await raises it
+            over.set_exception(exc)
+            return
+        task = start_task(work.run())
+        task.add_done_callback(lambda _: _pass_on(task, over))
 
     def _asked(self, work: GetOperation, over: asyncio.Future[Any]) -> None:
         """End a get whose blocks came in an answer, or continue it in a task."""

@@ -357,3 +357,27 @@ async def test_tasks_that_get_in_sequence_take_turns() -> None:
     runs = [len(list(run)) for _, run in groupby(order)]
     assert len(order) == 160
     assert max(runs) <= 6
+
+
+async def test_a_burst_of_gets_copies_a_little_in_each_turn() -> None:
+    """However many are begun before the first await; a close waits for all."""
+    spec = replace(SPEC, layers=16, block_tokens=16, kv_heads=8, head_dim=8)
+    source = Filled(1, spec=spec, seed=1)
+    targets = [Filled(1, spec=spec) for _ in range(40)]
+    hashes = chain(2, "burst")
+    async with BlockStore.open(["memory:16MiB"]) as store:
+        assert (await store.put(hashes[:1], source.cache, [0])).complete
+        gets = [store.get(hashes[:1], one.cache, [0]) for one in targets]
+        absent = store.get(hashes[1:], targets[0].cache, [0])
+        before = 0
+        while before < 20:
+            now = sum(get.done() for get in gets)
+            assert now - before <= 4
+            before = now
+            await asyncio.sleep(0)
+        assert not gets[-1].is_drained
+    assert all([(await get).complete for get in gets])
+    assert (await absent).missing
+    assert all(get.is_drained for get in (*gets, absent))
+    for target in targets:
+        assert np.array_equal(source.tokens([0]), target.tokens([0]))

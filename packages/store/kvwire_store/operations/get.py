@@ -112,6 +112,14 @@ class GetOperation(Operation):
         self.drained.set()
         return True
 
+    @property
+    def is_near(self) -> bool:
+        """Whether :meth:`at_once` may find all blocks in memory on this host."""
+        if self.tiers.mapped is not None:
+            return True
+        find = self.tiers.memory.index.find
+        return all(bool(all_of(find(one.keys) >= 0)) for one in self._requests)
+
     def ask(self, asked: Callable[[], None]) -> bool:
         """Request all blocks from the first lower tier, to get them in a callback.
 
