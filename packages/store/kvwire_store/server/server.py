@@ -269,12 +269,20 @@ class StoreServer(AsyncWith):
                 session = ClientSession(self._served, connection, tenant)
                 task = start_task(session.run())
                 self._served.clients[session] = task
+                of = f" of tenant {tenant}" if tenant else ""
+                logger.info("store server: client %s%s has connected", peer, of)
                 task.add_done_callback(partial(self._gone, session))
         except ClosedOK:
             return
 
     def _gone(self, client: ClientSession, _: asyncio.Task[None]) -> None:
         del self._served.clients[client]
+        row = client.row()
+        logger.info(
+            "store server: client %r at %s has left: %d requests, %d bytes read, "
+            "%d written",
+            *(row.name, row.address, row.asked, row.read_bytes, row.written_bytes),
+        )
 
 
 def _proofs(tenants: Sequence[Tenant]) -> dict[bytes | str, str]:

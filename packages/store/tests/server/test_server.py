@@ -161,6 +161,23 @@ async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
         assert server.dropped == 1
 
 
+async def test_the_log_names_clients_that_come_and_go(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the name of their process, which KVWIRE_NAME sets for a tier."""
+    caplog.set_level("INFO", "kvwire.store")
+    async with serving() as (_, server):
+        monkeypatch.setenv("KVWIRE_NAME", "decode-7")
+        assert await works(server)
+        await until(lambda: not server.clients())
+    texts = [record.getMessage() for record in caplog.records]
+    came = [text for text in texts if text.endswith("has connected")]
+    left = [text for text in texts if "has left: " in text]
+    assert len(came) == len(left) == 2
+    assert all("client 'decode-7' " in text for text in (*came, *left))
+    assert "written" in left[0]
+
+
 async def test_a_bug_of_ours_costs_one_client(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
