@@ -505,6 +505,8 @@ def _build(given: Mapping[str, Any], origins: Mapping[str, str]) -> Config:
 def local_path(text: str) -> str:
     """Expand a path as a shell would: ``~`` and ``$HOME`` become folders.
 
+    It stays the same file if the process then changes its working directory.
+
     Raises:
         UsageError: The path names an unknown user or environment variable, or cannot be
             a file's name.
@@ -522,7 +524,12 @@ def local_path(text: str) -> str:
             f"path {text!r}: {path.partition('/')[0]} has no known home folder; write "
             f"./{path} if you mean a folder with that name"
         )
-    return path
+    try:
+        return str(Path(path).absolute()) if path else ""
+    except FileNotFoundError:
+        raise UsageError(
+            f"path {text!r}: the working directory was removed; write the path in full"
+        ) from None
 
 
 # As os.path.expandvars finds variables, which keeps those that are not set.

@@ -214,7 +214,24 @@ def test_certificates_are_given_as_paths() -> None:
     paths = {k: Path(v) for k, v in _TLS.items() if k.endswith("_file")}
     assert load(**_TLS | paths) == load(**_TLS)
     keys = load(trust="psk", psk_file=Path("a"), psk_accept_files=[Path("b"), "c"])
-    assert (keys.psk_file, keys.psk_accept_files) == ("a", ("b", "c"))
+    here = Path.cwd()
+    assert keys.psk_file == f"{here}/a"
+    assert keys.psk_accept_files == (f"{here}/b", f"{here}/c")
+
+
+def test_a_path_stays_where_the_program_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon, a notebook or a worker may change its working directory later."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    assert local_path("key") == f"{tmp_path}/gone/key"
+    assert local_path("/key") == "/key"
+    assert not local_path("")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(UsageError, match="the working directory was removed"):
+        local_path("key")
+    assert local_path("/key") == "/key"
 
 
 @pytest.mark.parametrize("key", ["tls_cert_file", "tls_key_file", "tls_ca_file"])

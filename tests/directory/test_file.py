@@ -36,6 +36,21 @@ async def test_a_folder_that_is_not_there_is_empty(tmp_path: Path) -> None:
     assert not names(folder)
 
 
+async def test_a_folder_stays_the_one_that_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working directory may change between two renewals."""
+    monkeypatch.chdir(tmp_path)
+    directory = FileDirectory("file:members")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir("other")
+    await directory.announce(record(1))
+    assert names(tmp_path / "members")
+    await directory.close()
+    assert not names(tmp_path / "members")
+    assert not names(tmp_path / "other")
+
+
 async def test_files_of_the_dead_are_not_read_and_then_removed(
     tmp_path: Path,
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Final
 from urllib.parse import parse_qsl
 
 from kvwire.config import local_path
@@ -17,6 +18,9 @@ from kvwire_store.limits import (
     STORE_TIER_BYTES_MAX,
 )
 from kvwire_store.tiers.slabs import GRAIN_BYTES
+
+# Of `file://name/...` the name would be a host.
+_FILES: Final = ("file:///", "file://~", "file://$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class TierAddress:
             )
         if scheme == "disk":
             place = local_path(place)
-        elif scheme == "object" and place.startswith("file://"):
+        elif scheme == "object" and place.startswith(_FILES):
             place = f"file://{local_path(place.removeprefix('file://'))}"
         return cls(without_password(text), scheme, place, options)
 

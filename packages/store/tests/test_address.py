@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvwire import UsageError
@@ -11,7 +13,7 @@ from kvwire_store.address import TierAddress
 
 def test_the_parts_of_an_address() -> None:
     address = TierAddress.parse("disk:var/kv cache?size=1.5GiB&slab=32MiB")
-    assert (address.scheme, address.place) == ("disk", "var/kv cache")
+    assert (address.scheme, address.place) == ("disk", f"{Path.cwd()}/var/kv cache")
     assert address.size(address.options["size"]) == 3 * GIB // 2
     assert address.slab_bytes(GIB) == 32 * MIB
 

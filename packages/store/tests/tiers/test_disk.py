@@ -512,6 +512,21 @@ async def test_what_was_flushed_outlasts_what_is_written_back_to_a_full_disk(
         assert await landed(two, source, chain(8, "later")) == IDS[:8]
 
 
+async def test_a_directory_stays_the_one_that_was_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may change its working directory while its store is open."""
+    monkeypatch.chdir(tmp_path)
+    source, hashes = Filled(seed=1), chain(16)
+    async with BlockStore.open(["memory:128KiB", "disk:kv?size=1MiB"]) as store:
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir("other")
+        assert (await store.put(hashes, source.cache, IDS)).complete
+        await store.flush()
+    async with BlockStore.open(tiers(tmp_path / "kv")) as store:
+        assert await landed(store, source, hashes) == IDS
+
+
 async def test_a_write_waits_for_slots_that_are_being_read(tmp_path: Path) -> None:
     small, reading, go = blocks_of(SPEC, 24), threading.Event(), threading.Event()
 
