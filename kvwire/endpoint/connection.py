@@ -644,7 +644,10 @@ class Connection(AsyncWith):
         if driver.running:
             # A frame with the number before this message's may still be unsent.
             whole = payload.obj
-            body = whole if type(whole) is bytes else payload.tobytes()
+            if type(whole) is bytes and len(whole) == nbytes:
+                body = whole  # it cannot change
+            else:
+                body = payload.tobytes()
             self._outbox.frames.append((header, body))  # bounded: EAGER_WINDOW_BYTES
             return True
         link = driver.link

@@ -54,6 +54,19 @@ async def test_what_is_sent_from_a_callback_may_change_afterwards(pair: Pair) ->
     serving.cancel()
 
 
+async def test_a_part_of_a_constant_is_sent_from_a_callback(pair: Pair) -> None:
+    whole = b"before, part, after"
+
+    def act(message: bytearray) -> bool:
+        assert pair.right.send(2, memoryview(whole)[8:12]).done()
+        return True
+
+    serving = asyncio.create_task(each_message(pair.right, 1, act))
+    await pair.left.send(1, b"which?")
+    assert await pair.left.recv(2) == b"part"
+    serving.cancel()
+
+
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
 async def test_an_act_that_wants_no_more(pair: Pair, nbytes: int) -> None:
     """The next message waits for another receive."""
