@@ -10,13 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,7 +21,8 @@ from kvwire.backend import registry
 from kvwire.limits import PING_INTERVAL_S, PING_MISSES, RESTART_GRACE_S
 from kvwire.security.keys import write_key_file
 from tests.support.depth import parameters
-from tests.support.runs import Beside, beside, ran
+from tests.support.hosts import Wire, two_hosts
+from tests.support.runs import Beside, beside
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PORT = 7400
@@ -33,67 +30,15 @@ _PORT = 7400
 KNOWN_WITHIN_S = 6.5
 # For the answers themselves, on a machine that is busy.
 PATIENCE_S = 40.0
-_numbers = itertools.count()
 
 assert PING_INTERVAL_S * PING_MISSES < KNOWN_WITHIN_S
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """Two namespaces and what joins them."""
-
-    left: str
-    right: str
-    address: str
-
-    def up(self, *, whole: bool) -> None:
-        """Heal the wire, or cut it."""
-        state = "up" if whole else "down"
-        _ip("-n", self.left, "link", "set", "wire", state)
-
-    def one_way(self, *, whole: bool) -> None:
-        """Lose what goes from the left to the right, and nothing else; or heal that."""
-        neighbour = ("neighbour", "replace", "10.213.7.2", "dev", "wire")
-        if whole:
-            _ip("-n", self.left, *neighbour, "nud", "stale")
-            _ip("-n", self.left, "neighbour", "flush", "dev", "wire")
-        else:
-            nobody = ("lladdr", "02:00:00:00:00:01", "nud", "permanent")
-            _ip("-n", self.left, *neighbour, *nobody)
-
-
-def _ip(*arguments: str) -> None:
-    ran("ip", *arguments, check=True)
-
-
 @pytest.fixture
 def wire() -> Iterator[Wire]:
-    """Two namespaces joined by 1 Gbit/s."""
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("tc"):
-        pytest.skip("network namespaces need root, ip and tc (iproute2)")
-    name = f"kvwire-{os.getpid()}-{next(_numbers)}"
-    left, right = f"{name}-l", f"{name}-r"
-    try:
-        _ip("netns", "add", left)
-    except subprocess.CalledProcessError as exc:
-        pytest.skip(f"no network namespaces here: {exc.stderr.strip()}")
-    try:
-        _ip("netns", "add", right)
-        _ip("-n", left, "link", "add", "wire", "type", "veth", "peer", "name", "far")
-        _ip("-n", left, "link", "set", "far", "name", "wire", "netns", right)
-        for namespace, host in ((left, "10.213.7.1"), (right, "10.213.7.2")):
-            _ip("-n", namespace, "address", "add", f"{host}/24", "dev", "wire")
-            _ip("-n", namespace, "link", "set", "wire", "up")
-            _ip("-n", namespace, "link", "set", "lo", "up")
-            limit = ("tbf", "rate", "1gbit", "burst", "256k", "latency", "50ms")
-            _ip(
-                *("netns", "exec", namespace, "tc", "qdisc", "add", "dev", "wire"),
-                *("root", *limit),
-            )
-        yield Wire(left, right, f"10.213.7.1:{_PORT}")
-    finally:
-        for namespace in (left, right):
-            subprocess.run(["ip", "netns", "delete", namespace], check=False)
+    """Two hosts joined by 1 Gbit/s."""
+    with two_hosts(_PORT) as joined:
+        yield joined
 
 
 class Host(Beside):
