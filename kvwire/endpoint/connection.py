@@ -29,6 +29,7 @@ from kvwire.errors import (
     ProtocolError,
     RequestCancelled,
     WireCode,
+    printable,
     shown,
 )
 from kvwire.kv.blocks import Blocks
@@ -475,7 +476,7 @@ class Connection(AsyncWith):
         """End the connection now; every open request fails. Never raises."""
         self._thread.check("Connection.abort")
         if not self._core.closed:
-            self._core.fail(ConnectionLost(reason))
+            self._core.fail(ConnectionLost(printable(str(reason))))
             self._driver.run()
         self._driver.link.abort()
 

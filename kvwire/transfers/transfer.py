@@ -31,6 +31,7 @@ from kvwire.errors import (
     RequestCancelled,
     UsageError,
     WireCode,
+    printable,
     shown,
     wrong_type,
 )
@@ -301,7 +302,7 @@ class Transfer(AsyncWith):
         """End the transfer, and notify the peer. Memory is free once drained."""
         if self._outcome is None:
             self._thread.check(f"{type(self).__name__}.abort")
-            self._stop(RequestCancelled(reason), WireCode.CANCELLED)
+            self._stop(RequestCancelled(printable(str(reason))), WireCode.CANCELLED)
 
     # --- what differs between the two ends --------------------------------------------
 

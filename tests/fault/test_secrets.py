@@ -27,6 +27,7 @@ from kvwire.security.keys import read_key_file, write_key_file
 from kvwire.wire.handshake_messages import key_id
 from tests.fault.stranger import TERMS, dial
 from tests.support import inside
+from tests.support.caches import Memory
 from tests.support.core_pair.handshakes import identity
 from tests.support.pairs import Pair, connected
 
@@ -192,3 +193,24 @@ async def test_a_peer_cannot_write_lines_of_its_own_into_the_log(
         if record.name.startswith("kvwire"):
             assert "\n" not in record.getMessage()
             assert "\x1b" not in record.getMessage()
+
+
+async def test_what_a_program_passes_on_forges_no_line_either(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The reason of an abort may have a client's words in it."""
+    caplog.set_level(logging.DEBUG)
+    why = "client\n2026-01-01 ERROR forged line\x1b[2J left"
+    async with connected() as pair:
+        out = pair.far.publish("x", Memory().cache, [0])
+        inc = pair.left.pull("x", Memory().cache, [0])
+        out.abort(why)
+        reasons = [*(await out).missing.reasons, *(await inc).missing.reasons]
+        receiving = pair.left.recv(1)
+        pair.left.abort(why)
+        with pytest.raises(kvwire.ConnectionLost, match="forged line") as lost:
+            await receiving
+    lines = [one.getMessage() for one in caplog.records if one.name[:6] == "kvwire"]
+    for text in (*reasons, str(lost.value), *lines):
+        assert text.isprintable()
+    assert any("forged line" in line for line in lines)
