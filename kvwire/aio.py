@@ -132,7 +132,7 @@ def start_task(
     started here, so all code can rely on the later turn.
 
     Args:
-        coroutine: What the task runs.
+        coroutine: The work of the task.
         lasting: Whether it may outlive the call; then it keeps none of its context.
     """
     context = contextvars.Context() if lasting else None

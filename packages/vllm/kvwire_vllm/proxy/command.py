@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _unusable(options: argparse.Namespace) -> str:
     """Return why values do not go together or are out of range; "" if they can be used.
 
-    What the fleet, keys and policies refuse is not checked here.
+    The fleet, keys and policies make further checks.
     """
     if not options.decode and not options.directory:
         return "name the engines that answer: pass --decode or --directory"
