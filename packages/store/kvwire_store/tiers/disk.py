@@ -8,7 +8,7 @@ again.
 
 Order
 -----
-A block on the disk is given up only when its replacement is there. Images are written to
+A block on the disk goes only when its replacement is there. Images are written to
 free slots only. The transaction that records them also removes the rows of the blocks
 that they evict; if it fails, the disk is full for example, those blocks stay. So a few
 slots of each size are kept free. A size that has none at all, because it is new or
