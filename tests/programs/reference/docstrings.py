@@ -10,7 +10,7 @@ import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -74,7 +74,8 @@ def members(thing: Any) -> Iterator[str]:
     """The public members of a class that have a docstring, those of its bases last."""
     if not inspect.isclass(thing):
         return
-    seen = set[str]()
+    # Python calls these of what is awaited, and nobody else does.
+    seen = {"send", "throw", "close"} if issubclass(thing, Coroutine) else set[str]()
     for base in thing.__mro__:
         if not base.__module__.startswith("kvwire"):
             continue
@@ -98,6 +99,8 @@ def _member(member: str, thing: type, name: str, links: Links) -> list[str]:
     if isinstance(own, property):
         assert own.fget is not None
         kind = _annotation(inspect.signature(own.fget).return_annotation)
+        text = text.removeprefix("Return ")
+        text = text[:1].upper() + text[1:]
         return [f"### {anchor}`{thing.__name__}.{member}: {kind}`", text]
     code = _function(member, defined(own))
     if isinstance(own, classmethod | staticmethod):
