@@ -12,15 +12,16 @@ DEVICES = "UCX_NET_DEVICES=rxe0:1,lo"
 PYTEST = f"{DEVICES} {PYTHON} -m pytest -q -p no:cacheprovider --color=no"
 
 
-LANES = (
-    "tests/backends/kvwire_ucx/test_lane.py tests/backends/test_conformance.py "
-    "tests/backends/test_processes.py tests/backends/test_transfers.py"
-)
 OWN = (
     "tests/backends/kvwire_ucx/test_backend.py tests/backends/kvwire_ucx/test_lane.py "
     "tests/backends/kvwire_ucx/test_registration.py "
-    "tests/backends/kvwire_ucx/test_worker.py tests/backends/test_conformance.py"
+    "tests/backends/kvwire_ucx/test_worker.py"
 )
+KIT = (
+    "tests/backends/kvwire_ucx/test_lane.py tests/backends/test_conformance.py "
+    "tests/backends/test_transfers.py"
+)
+KILLS = "tests/backends/test_processes.py"
 # UCX 1.13 ends the process if it frees a lane whose RC queue pairs never connected. So
 # kvwire keeps such a lane, and the tests that count its descriptors find them.
 NOT_OVER_RC = "ucx and not peer-gone and not old_ucx"
@@ -28,8 +29,18 @@ NOT_OVER_RC = "ucx and not peer-gone and not old_ucx"
 
 @pytest.mark.parametrize(
     ("loop", "tests", "which", "count"),
-    [("asyncio", LANES, NOT_OVER_RC, 60), ("uvloop", OWN, "ucx", 80)],
-    ids=["rc_verbs", "ud_verbs"],
+    [
+        pytest.param("asyncio", KIT, NOT_OVER_RC, 50, id="rc_verbs"),
+        pytest.param("uvloop", OWN, "ucx", 30, id="ud_verbs"),
+        pytest.param(
+            *("asyncio", KILLS, NOT_OVER_RC, 4), id="rc_kills", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            *("uvloop", f"{KIT} {KILLS}", "ucx", 50),
+            id="ud_kit",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_the_backend_keeps_its_contract(
     host: Host, loop: str, tests: str, which: str, count: int
