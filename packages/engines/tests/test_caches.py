@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 
 _WHY: Final = "not installed here; `make test-torch` installs it"
@@ -487,6 +488,41 @@ async def test_one_engine_prefills_another_decodes(
     assert here.answer(PROMPT, cache, 48, 24) == expected
     last = here.logits([5], cache) - here.logits([5], mine)
     assert float(abs(last).max()) < 1e-4
+
+
+def test_what_differs_between_engines_is_the_rotation(tmp_path: Path) -> None:
+    """Each computes its angles in float32; with exact ones their logits are closer."""
+    folder = rotated(tmp_path, "llama", "default")
+    one, other = Transformers(folder), Mlx(folder)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, 2000).tolist()
+
+    def difference() -> float:
+        found = np.array(other.logits(tokens, other.cache()))
+        return float(abs(one.logits(tokens, one.cache()).numpy() - found).max())
+
+    def angles(positions: Any) -> Any:
+        """Return cosines and sines of positions, in float64."""
+        turns = positions[:, None] * 20_000.0 ** (-np.arange(0, 32, 2) / 32)
+        turns = np.concatenate((turns, turns), axis=-1)
+        return np.cos(turns), np.sin(turns)
+
+    def embedded(_: Any, position_ids: Any) -> Any:
+        both = angles(position_ids[0].numpy())
+        return tuple(torch.tensor(part[None], dtype=torch.float32) for part in both)
+
+    def exact(heads: Any, offset: int = 0) -> Any:
+        both = angles(np.arange(offset, offset + heads.shape[-2]))
+        cos, sin = (mx.array(part.astype(np.float32)) for part in both)
+        first, second = mx.split(heads, 2, axis=-1)
+        return heads * cos + mx.concatenate((-second, first), axis=-1) * sin
+
+    apart = difference()
+    one.model.model.rotary_emb.forward = embedded
+    for layer in other.model.layers:
+        layer.self_attn.rope = exact
+    closer = difference()
+    print(f"largest difference of a logit: {apart:.1e}, with exact angles {closer:.1e}")
+    assert closer < apart / 2
 
 
 @every_engine
