@@ -12,28 +12,33 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import errno
 import functools
 import math
 import numbers
 import os
 import random
+import socket
 import threading
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import (
     Any,
     ClassVar,
     Final,
+    Generic,
     NoReturn,
     ParamSpec,
     Self,
     TypeVar,
+    cast,
 )
 
-from kvwire.errors import NotAwaited, UsageError
+from kvwire.errors import NotAwaited, UsageError, refused_call
 from kvwire.types import Deadline, Instant, Uncopied
 
 P = ParamSpec("P")
@@ -45,6 +50,9 @@ FORKED: Final = -1
 _WAY_OUT: Final = (
     "from other threads use a kvwire.Engine, whose engine.run(coroutine), publish, "
     "expect, pull and push any thread may call"
+)
+_NO_THREADS: Final = (
+    "raise the limit of processes: ulimit -u, or pids.max of the container"
 )
 # A task is cancelled again if a library has swallowed its cancellation.
 _CANCEL_AGAIN_S: Final = 0.2
@@ -555,6 +563,82 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
+
+
+def _lacks_threads(error: RuntimeError) -> Exception:
+    """Return an OSError if no thread could be started; otherwise the error itself."""
+    if "start new thread" not in str(error):
+        return error
+    found = OSError(errno.EAGAIN, "no thread can be started")
+    return refused_call(found, "pthread_create", _NO_THREADS)
+
+
+async def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
+    """Return what ``loop.getaddrinfo`` returns for a stream.
+
+    Raises:
+        OSError: The name is unknown, or no thread can be started to look it up.
+
+    Cancel safety: safe.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        return [*await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    except RuntimeError as exc:
+        raise _lacks_threads(exc) from None
+
+
+class CallThreads(ThreadPoolExecutor):
+    """Threads that make a call once, or refuse it and never make it.
+
+    If no thread can be started, ``ThreadPoolExecutor.submit`` raises, but has queued
+    the call: a thread makes it later, when its memory may belong to others. Here such a
+    call is withdrawn, or made by the threads that there are.
+    """
+
+    _started = False
+
+    def submit(
+        self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[T]:
+        """Make a call on a thread.
+
+        Raises:
+            OSError: No thread can be started; the function is not called.
+        """
+        call = _Call(functools.partial(fn, *args, **kwargs))
+        try:
+            found = super().submit(call)
+        except RuntimeError as exc:
+            lacks = _lacks_threads(exc)
+            if (self._started and lacks is not exc) or not call.future.cancel():
+                return call.future
+            raise lacks from None
+        self._started = True
+        return found
+
+
+class _Call(Generic[T]):
+    """A call with a future of its own, which can be cancelled as long as it waits."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._function = function
+        self.future: Future[T] = Future()
+
+    def __call__(self) -> T:
+        future = self.future
+        try:
+            if not future.set_running_or_notify_cancel():
+                return cast("T", None)  # nobody gets it
+            found = self._function()
+            future.set_result(found)
+        except BaseException as exc:
+            future.set_exception(exc)
+            raise
+        finally:
+            # An error's traceback refers to this frame, so it would be a cycle.
+            del future, self
+        return found
 
 
 def unusable(

@@ -11,8 +11,8 @@ import asyncio
 import ipaddress
 import logging
 import re
-import socket
 
+from kvwire.aio import look_up
 from kvwire.errors import UsageError, not_looked_up
 from kvwire.types import Address
 
@@ -70,9 +70,7 @@ async def warn_of_unknown_name(address: Address) -> None:
     """
     try:
         async with asyncio.timeout(_LOOK_UP_S):
-            await asyncio.get_running_loop().getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM
-            )
+            await look_up(address.host, address.port)
     except OSError as exc:
         logger.warning(
             "the announced address is %s, but this host cannot resolve that name: %s",

@@ -16,6 +16,7 @@ import socket
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import ClassVar, Final
 
+from kvwire.aio import look_up
 from kvwire.directory.base import Batch, Directory
 from kvwire.directory.record import Record
 from kvwire.errors import UsageError, not_looked_up
@@ -64,15 +65,12 @@ class DnsDirectory(Directory):
         """Do nothing: nothing was written."""
 
     async def follow(self) -> AsyncGenerator[Batch, None]:
-        loop = asyncio.get_running_loop()
         six = False
         absences = _ABSENCES
         while True:
             try:
                 async with asyncio.timeout(_LOOK_UP_S):
-                    found = await loop.getaddrinfo(
-                        self._host, self._port, type=socket.SOCK_STREAM
-                    )
+                    found = await look_up(self._host, self._port)
             except TimeoutError:
                 late = not_looked_up(self._host, _LOOK_UP_S)
                 raise TimeoutError(late) from None

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import socket
 import ssl
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -25,7 +24,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvwire.aio import end_task, gather_all, run_to_completion, start_task
+from kvwire.aio import (
+    end_task,
+    gather_all,
+    look_up,
+    run_to_completion,
+    start_task,
+)
 from kvwire.config import local_path
 from kvwire.errors import UsageError, not_looked_up, printable
 from kvwire.extras import needed_by
@@ -404,7 +409,6 @@ class RedisServers:
 
     async def _places(self) -> tuple[list[Place], dict[str, BaseException]]:
         """Return all addresses of all hosts in order, and the hosts without any."""
-        loop = asyncio.get_running_loop()
         places: list[Place] = []
         faults: dict[str, BaseException] = {}
 
@@ -413,7 +417,7 @@ class RedisServers:
             port = url.get("port", 6379)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                    return await look_up(host, port)
             except TimeoutError:
                 raise TimeoutError(not_looked_up(host, self._timeout_s)) from None
 

@@ -35,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, cast
 
-from kvwire.aio import start_task
+from kvwire.aio import CallThreads, start_task
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.limits import CLOSE_SLACK_S, CLOSE_TIMEOUT_S
 
@@ -275,7 +275,7 @@ class IOThread:
             self._stopping.set()
         self._made.set()
         workers: set[threading.Thread] = set()  # bounded: by the executor
-        executor = concurrent.futures.ThreadPoolExecutor(
+        executor = CallThreads(
             thread_name_prefix=self._thread.name,
             initializer=lambda: workers.add(threading.current_thread()),
         )

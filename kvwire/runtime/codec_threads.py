@@ -6,10 +6,10 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from kvwire.errors import ClosedOK
+from kvwire.aio import CallThreads
+from kvwire.errors import BackendUnavailable, ClosedOK, with_remedy
 from kvwire.memory.device.device_copies import DeviceCopies
 
 # One thread per layer that is coded at a time, if there are as many CPUs; more would
@@ -23,7 +23,7 @@ class CodecThreads:
     def __init__(self) -> None:
         self.devices: DeviceCopies = DeviceCopies()
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: CallThreads | None = None
         self._closed = False
 
     def run(
@@ -39,13 +39,18 @@ class CodecThreads:
             else:
                 then(None)
 
+        refused: Exception = ClosedOK("the communicator is closed")
         with self._lock:
             if not self._closed:
                 if self._pool is None:
-                    self._pool = ThreadPoolExecutor(_THREADS, "kvwire-codec")
-                self._pool.submit(work)
-                return
-        then(ClosedOK("the communicator is closed"))
+                    self._pool = CallThreads(_THREADS, "kvwire-codec")
+                try:
+                    self._pool.submit(work)
+                except OSError as exc:
+                    refused = BackendUnavailable(f"codec: {with_remedy(exc)}")
+                else:
+                    return
+        then(refused)
 
     async def close(self) -> None:
         """Wait for all jobs that were accepted; accept no more.

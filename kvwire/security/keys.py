@@ -8,16 +8,15 @@ Without a key, an address that other hosts can reach is refused, not merely warn
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import ipaddress
 import os
 import secrets
-import socket
 import stat
 from pathlib import Path
 from typing import Final
 
+from kvwire.aio import look_up
 from kvwire.config import Config, local_path
 from kvwire.errors import UsageError
 from kvwire.types import Address, TrustMode, is_loopback, numeric_host
@@ -159,11 +158,8 @@ async def _numeric(address: Address) -> list[str]:
         return [str(ipaddress.ip_address(address.host))]
     except ValueError:
         pass
-    loop = asyncio.get_running_loop()
     try:
-        found = await loop.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM
-        )
+        found = await look_up(address.host, address.port)
     except UnicodeError as exc:
         raise UsageError(f"address {str(address)!r}: {exc}") from None
     return list(dict.fromkeys(numeric_host(sockaddr) for *_, sockaddr in found))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from kvwire.aio import run_to_completion
+from kvwire.aio import CallThreads, run_to_completion
 from kvwire.limits import MIB
 from kvwire.memory.device.device_copies import DeviceCopies
 
@@ -25,10 +24,13 @@ class Threads:
 
     def __init__(self) -> None:
         self.devices: DeviceCopies = DeviceCopies()
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvwire-store")
+        self._pool = CallThreads(_THREADS, thread_name_prefix="kvwire-store")
 
     async def run(self, function: Callable[[], T]) -> T:
         """Call a function on a thread, and return its result.
+
+        Raises:
+            OSError: No thread can be started; the function is not called.
 
         Cancel safety: the function is finished first, since a copying thread cannot be
         stopped; then the cancellation is raised.

@@ -355,8 +355,10 @@ class DiskTier(CodedTier):
                 await self._threads.run(self._sync)
             except _ERRORS as exc:
                 self._failed("flushing", exc)
-                # If an index is only full, its log still has all changes.
-                if isinstance(exc, OSError) or not _is_full(exc):
+                # If an index is only full, its log still has all changes; and without a
+                # thread nothing was tried.
+                tried = not isinstance(exc, BlockingIOError)
+                if tried and (isinstance(exc, OSError) or not _is_full(exc)):
                     self._unflushed = self.error
                 raise OSError(f"{self.name}: {self.error}") from exc
         if self._unflushed:
