@@ -139,9 +139,10 @@ SEGMENT_BYTES: Final = 16 * MIB
 # models have 64 elements of one byte.
 KV_PIECES_MAX: Final = 1024 * 1024
 KV_PIECE_BYTES: Final = 64
-# Cached results for pairs of descriptions, and for transfers of the same sizes. Beyond
-# this number they are computed again.
-KV_TEMPLATES_MAX: Final = 64
+# Cached results for pairs of descriptions, and for transfers of the same sizes: a
+# server's requests have hundreds of lengths. Beyond this number the oldest is computed
+# again.
+KV_TEMPLATES_MAX: Final = 1024
 # Consecutive layers are sent together up to this size: announcing a smaller layer costs
 # more than sending it early gains.
 GROUP_BYTES: Final = 256 * KIB

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -169,13 +169,28 @@ def _checked_count(tokens: object, group: str) -> int:
     return count
 
 
-@lru_cache(limits.KV_TEMPLATES_MAX)
+# Few models have more groups, and a peer's descriptions of many groups take a hundred
+# times the memory.
+_FEW_GROUPS: Final = 4
+_LARGE_MAX: Final = 64
+
+
 def geometry_of(fields: tuple[object, ...]) -> Geometry:
     """Return the cached result of :meth:`Geometry.decode`."""
+    return _small(fields) if len(fields) <= _FEW_GROUPS else _large(fields)
+
+
+@lru_cache(limits.KV_TEMPLATES_MAX)
+def _small(fields: tuple[object, ...]) -> Geometry:
     return Geometry.decode(fields)
 
 
-@lru_cache(limits.KV_TEMPLATES_MAX)
+@lru_cache(_LARGE_MAX)
+def _large(fields: tuple[object, ...]) -> Geometry:
+    return Geometry.decode(fields)
+
+
+@lru_cache(_LARGE_MAX)
 def _spec_of(pairs: tuple[object, ...]) -> KVSpec:
     return KVSpec.from_pairs(pairs)
 

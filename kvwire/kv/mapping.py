@@ -17,7 +17,6 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from kvwire import limits
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.kv.canonical import Canonical
 from kvwire.kv.fragments import Fragments, view_of
@@ -25,8 +24,8 @@ from kvwire.kv.paged import Addresses
 from kvwire.kv.spec import KVSpec
 from kvwire.types import Device
 
-# Cached results: for transfers of the same sizes, and per range of layers. Beyond these
-# numbers they are computed again.
+# Cached results for the ranges of layers of one template, as addresses in all of them.
+# Beyond this number they are computed again.
 KV_TEMPLATE_STEPS_MAX: Final = 4096
 
 
@@ -73,6 +72,8 @@ class Steps:
         self.distances: list[int] | None = behind[:, 0].tolist() if even else None
         self.granule_bytes: int = walk.granule_bytes
         self._known: dict[range, tuple[Ids, int, tuple[int, ...]]] = {}
+        # The addresses in all of them.
+        self._size = 0
         # The fragments of all layers of block 0.
         self._block: Fragments | None = None
 
@@ -107,9 +108,11 @@ class Steps:
             known = self._compute(layers)
             if known[0].size > KV_TEMPLATE_STEPS_MAX:
                 return known
-            if len(self._known) >= limits.KV_TEMPLATES_MAX:
+            self._size += known[0].size
+            if self._size > KV_TEMPLATE_STEPS_MAX:
                 self._known.clear()
-            self._known[layers] = known  # bounded: KV_TEMPLATES_MAX
+                self._size = known[0].size
+            self._known[layers] = known  # bounded: KV_TEMPLATE_STEPS_MAX
         return known
 
     def table(self, layers: range) -> Ids:

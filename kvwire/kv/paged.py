@@ -185,7 +185,7 @@ def computed_once(cache: PagedCache, key: object, compute: Callable[[], T]) -> T
     if found is None:
         found = compute()
         if len(known) >= limits.KV_TEMPLATES_MAX:
-            known.clear()
+            del known[next(iter(known))]
         known[key] = found  # bounded: KV_TEMPLATES_MAX
     return found
 

@@ -346,9 +346,13 @@ def _wanted(
     """Return the granules of each group that the consumer lacks."""
     for name in have.keys() - {walk.group for walk in groups}:
         raise UsageError(f"have: unknown group {name!r}")
-    wanted = []
+    wanted: list[Bits] = []
     for walk, end in zip(groups, consumer.groups, strict=True):
-        held = have.get(walk.group, np.zeros(end.blocks, np.bool_))
+        held = have.get(walk.group)
+        if held is None:
+            # One bit stands for all, since a template may be kept for long.
+            wanted.append(np.broadcast_to(np.True_, (walk.granules,)))
+            continue
         if held.shape != (end.blocks,) or held.dtype != np.bool_:
             raise UsageError(
                 f"have: group {walk.group!r} got {held.dtype.name} of shape "

@@ -208,6 +208,19 @@ def test_transfers_of_one_size_share_a_template() -> None:
     assert other.template is not first.template
 
 
+def test_transfers_of_many_sizes_share_their_templates() -> None:
+    """A server's requests have hundreds of lengths, and each comes again."""
+    here, there = (Store(SPEC4, 300, LAYOUTS["NHD"]).cache() for _ in range(2))
+    firsts, seconds = (
+        [
+            plan_for(here, range(count), there, PlanSide.CONSUMER).template
+            for count in range(1, 300)
+        ]
+        for _ in range(2)
+    )
+    assert all(one is other for one, other in zip(firsts, seconds, strict=True))
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """And computed again when it was let go of."""
     monkeypatch.setattr(limits, "KV_TEMPLATES_MAX", 4)
@@ -225,8 +238,8 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for stop in (1, 2, 3):
         known = steps.of(range(stop))
         assert steps.of(range(stop)) is known
-    monkeypatch.setattr(limits, "KV_TEMPLATES_MAX", 1)
     before = steps.of(range(3))
+    monkeypatch.setattr(mapping, "KV_TEMPLATE_STEPS_MAX", before[0].size)
     steps.of(range(1, 2))
     assert steps.of(range(3)) is not before
     monkeypatch.setattr(mapping, "KV_TEMPLATE_STEPS_MAX", 0)
