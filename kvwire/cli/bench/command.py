@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +16,13 @@ import kvwire
 from kvwire.backend import registry
 from kvwire.cli.bench import bare, hosts, sides
 from kvwire.cli.bench.pair import Contender, placements
-from kvwire.cli.bench.report import document, progress_bar, render, show
+from kvwire.cli.bench.report import (
+    document,
+    load_note,
+    progress_bar,
+    render,
+    show,
+)
 from kvwire.cli.bench.turns import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
@@ -90,6 +97,9 @@ def measure(benchmark: Benchmark, common: Common, **settings: Any) -> Findings:
         benchmark = _with_peer(benchmark, common, _profile(benchmark, settings))
     else:
         benchmark = _placed(benchmark, common.placement)
+    benchmark = replace(
+        benchmark, notes=[load_note(os.getloadavg()[0]), *benchmark.notes]
+    )
     with progress_bar(steps(benchmark, common.rounds)) as progress:
         found = take_turns(benchmark, common.rounds, progress)
     given = {k: v for k, v in asdict(common).items() if k != "json"}

@@ -23,6 +23,8 @@ from kvwire.cli.bench.turns import Benchmark, CaseResult, Findings, compare
 
 # The maximum width, also for a file or a pipe; a narrower screen keeps numbers whole.
 WIDTH: Final = 80
+# The load of each CPU, of one minute, below which others do not disturb what is timed.
+_QUIET: Final = 0.25
 
 
 def short(value: float) -> str:
@@ -116,6 +118,15 @@ def _lines_below(benchmark: Benchmark, findings: Findings) -> Iterator[Text]:
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
         yield Text(f"{name} failed, {where[0]}{more}: {reason}")
     yield from (Text(str(absent)) for absent in benchmark.missing)
+
+
+def load_note(load: float) -> str:
+    """Return whether the machine was quiet when a benchmark began, in words."""
+    cpus = os.cpu_count() or 1
+    text = f"Load when it began: {load:.2f} on {cpus} CPUs"
+    if load < cpus * _QUIET:
+        return f"{text}, so quiet."
+    return f"{text}, so others' work is in these figures; times are too long."
 
 
 # --- the document ---------------------------------------------------------------------

@@ -16,7 +16,7 @@ from rich.console import Console
 import kvwire
 from kvwire.cli.bench import turns
 from kvwire.cli.bench.command import Common, measure
-from kvwire.cli.bench.report import render, show
+from kvwire.cli.bench.report import load_note, render, show
 from tests.cli.bench.contenders import Scripted, benchmark, case, measured, rated
 
 SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
@@ -159,6 +159,9 @@ def test_a_run_shows_and_writes_everything(
     machine = found.pop("machine")
     assert len(machine["load"]) == 3
     only, _ = found.pop("cases")
+    load, *notes = found.pop("notes")
+    assert load.startswith("Load when it began: ")
+    assert notes == ["a note"]
     assert found == {
         "benchmark": "scripted",
         "kvwire": kvwire.__version__,
@@ -176,7 +179,6 @@ def test_a_run_shows_and_writes_everything(
         "missing": [
             {"name": "iperf3", "remedy": "install it", "reason": "is not installed"}
         ],
-        "notes": ["a note"],
     }
     assert only.pop("contenders")["kvwire"]["rounds"] == [[1.0, 3.0], [2.0]]
     assert only.pop("work")["verb"] == "send"
@@ -203,3 +205,8 @@ def test_a_document_goes_to_a_file_or_alone_to_the_output(
     missing = tmp_path / "no" / "found.json"
     with pytest.raises(kvwire.UsageError, match=f"{missing}: No such file"):
         show("a table", dict, json=missing)
+
+
+def test_a_table_says_whether_the_machine_was_quiet() -> None:
+    assert load_note(0.01).endswith("so quiet.")
+    assert "others' work is in these figures" in load_note(1000)
