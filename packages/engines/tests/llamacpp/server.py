@@ -227,6 +227,7 @@ def main() -> None:
     parameters.n_parallel = options.parallel
     parameters.endpoint_slots = parameters.endpoint_props = True
     parameters.warmup = parameters.fit_params = False
+    parameters.verbosity = 1  # errors
     parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
     kind = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{options.kv.upper()}")
     parameters.cache_type_k = parameters.cache_type_v = kind
