@@ -551,3 +551,19 @@ async def test_sizes_of_berths_are_used(berth_bytes: int, berths: int) -> None:
         assert put.complete == got.complete == (berth_bytes >= 512)
         if not put.complete:
             assert "a block of 512 bytes is more" in str(put.missing.reasons)
+
+
+async def test_a_tier_without_room_says_what_small_blocks_waste(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Once, and not before it lacks room."""
+    source = Filled(300, seed=1)
+    hashes = chain(300)
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        assert (await store.put(hashes[:200], source.cache, range(200))).complete
+        assert not caplog.messages
+        for first in (200, 250):
+            some = range(first, first + 50)
+            await store.put(hashes[some.start : some.stop], source.cache, some)
+    (message,) = caplog.messages
+    assert "lacks room: blocks of 512 bytes can use 12.5% of it" in message

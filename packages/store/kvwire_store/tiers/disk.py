@@ -457,10 +457,10 @@ class DiskTier(CodedTier):
             left: The positions of the absent ones.
         """
         index = self.index
-        if news := self._slabs.news_of(nbytes):
-            logger.warning("tier %s: %s", sayable(self.name), news)
         tenant = self._tenants.number(namespace.tenant)
         slots = index.take(nbytes, left.size, tenant, beyond=left.size)
+        if slots.size < left.size and (news := self._slabs.news_of(nbytes)):
+            logger.warning("tier %s lacks room: %s", sayable(self.name), news)
         mine = index.find(keys)
         names = keys[mine >= 0]
         mine = mine[mine >= 0]

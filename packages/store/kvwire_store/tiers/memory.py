@@ -169,12 +169,12 @@ class MemoryTier:
 
         Cancel safety: safe, nothing stays taken, and the blocks to be evicted stay.
         """
-        if news := self.index.slabs.news_of(nbytes):
-            logger.warning("the memory tier: %s", news)
         while True:
             slots = self.index.take(nbytes, count, tenant)
             if slots.size == count:
                 break
+            if news := self.index.slabs.news_of(nbytes):
+                logger.warning("the memory tier lacks room: %s", news)
             # Under a tenant's quota only its own blocks go, so no more than necessary.
             more_bytes = 0 if tenant or self._losing else self._more_bytes
             lacking = count - slots.size
