@@ -509,9 +509,9 @@ class BlockStore(StoreManagement):
         else:
             task = start_task(work.run())
             task.add_done_callback(lambda _: _pass_on(task, over))
-        if work.keep is not None:
-            # The caller goes on first.
-            over.get_loop().call_soon(work.keep)
+        assert work.coming is not None
+        # The caller goes on first.
+        over.get_loop().call_soon(work.coming.keep)
 
     def _begin(self, work: Operation) -> asyncio.Task[Any]:
         """Start an operation in a task; a close waits for it."""

@@ -15,9 +15,9 @@ from kvwire.kv.plan import PlanSide
 from kvwire.memory.copy import copy
 from kvwire_store.counters import StoreCounters
 from kvwire_store.host_blocks import HostBlocks
-from kvwire_store.images import images_in
 from kvwire_store.keys import Keys, as_keys, once
 from kvwire_store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
+from kvwire_store.operations.asked import AskedBlocks
 from kvwire_store.operations.base import Operation
 from kvwire_store.operations.group_request import BlockRequest
 from kvwire_store.placement import BlockState
@@ -41,7 +41,6 @@ _STATES: Final = {
 # How many other namespaces are searched to explain why nothing was found.
 _NAMESPACES_TRIED: Final = 16
 _NO_KEYS: Final = as_keys(())
-_NO_IMAGES: Final = images_in(np.empty(0, np.uint8), 1, 0)
 
 
 class GetOperation(Operation):
@@ -61,8 +60,8 @@ class GetOperation(Operation):
         super().__init__(tiers, requests, after)
         # Tiers that evicted a block while it was being read in place.
         self._changed: set[Tier] = set()
-        # Copies the blocks of an answer into memory, after the caller has them.
-        self.keep: Callable[[], None] | None = None
+        # The blocks that were requested without a task.
+        self.coming: AskedBlocks | None = None
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
@@ -121,123 +120,52 @@ class GetOperation(Operation):
         return all(bool(all_of(find(one.keys) >= 0)) for one in self._requests)
 
     def ask(self, asked: Callable[[], None]) -> bool:
-        """Request all blocks from the first lower tier, to get them in a callback.
+        """Request all blocks from the first lower tier, to get them in callbacks.
 
         Args:
-            asked: Called once all that the tier delivers is in the caller's blocks, and
-                nothing else touches them. Then ``run`` the rest, if any is left.
+            asked: Called once all that the tier delivers is in the caller's blocks.
+                Then ``run`` the rest, if any is left.
 
         Returns:
             Whether they were requested. If not, ``run`` the operation.
         """
-        memory = self.tiers.memory
-        if len(self._requests) > 1 or self._after is not None or not self.tiers.below:
+        below = self.tiers.below
+        if len(self._requests) > 1 or self._after is not None or not below:
             return False
         request = self._requests[0]
-        tier = self.tiers.below[0]
-        keys = request.keys
-        nbytes = request.namespace.image_bytes
-        named = request.namespace.tenant
-        tenant = self.tiers.tenants.number(named) if named else 0
-        busy = memory.in_flight.ends
-        if (
-            tier.mapped is not None
-            or request.repeats
-            or memory.too_large(nbytes, tenant)
-            or any_of(memory.index.find(keys) >= 0)
-            or (busy and any_of(memory.in_flight.busy(keys)))
-        ):
+        tier = below[0]
+        if tier.mapped is not None:
             return False
-        born = None
-        if memory.index.shares.expire:
-            born = np.full(keys.size, memory.index.now())
-        kept = np.empty(keys.size, np.bool_)
-        kept.fill(True)
-        orders = np.empty(keys.size, np.uint8)
-        orders.fill(UNKNOWN)
-        batch = Batch(keys, orders, _NO_IMAGES, born=born, kept=kept)
+        took = partial(self._took, request, tier)
+        coming = self.coming = AskedBlocks(self.tiers, request, took, asked)
+        return coming.begin(tier)
 
-        keeps = memory.keeps
-
-        def answered(results: BlockResults | None, line: memoryview) -> None:
-            came = None
-            if results is not None:
-                self._first = monotonic()
-                came = self._take_over(request, tier, batch, results, line)
-                self._last = monotonic()
-            if keeps and came is not None:
-                self.keep = partial(self._keep, request, batch, *came)
-            elif keeps:
-                memory.in_flight.end(keys)
-            asked()
-
-        if keeps:
-            # Until they are in memory, other calls wait for these blocks.
-            memory.in_flight.begin(keys)
-        is_asked = tier.ask(request.namespace, batch, answered)
-        if keeps and not is_asked:
-            memory.in_flight.end(keys)
-        return is_asked
-
-    def _take_over(
+    def _took(
         self,
         request: BlockRequest,
         tier: Tier,
-        batch: Batch,
+        positions: Ids,
         results: BlockResults,
-        line: memoryview,
-    ) -> tuple[Ids, Fragments] | None:
-        """Copy the blocks of an answer into the caller's, and note the others.
-
-        Returns:
-            The positions of those that landed, and their images; None if none did.
-        """
-        positions = np.arange(request.keys.size)
-        nbytes = request.namespace.image_bytes
-        landed = (results == LANDED).nonzero()[0]
-        if landed.size < positions.size:
-            lost = (results != LANDED).nonzero()[0]
-            # No lookup found it, so it was not evicted: it just does not exist.
-            noted = lost[results[lost] != MISSING]
-            self._note(request, noted, results[noted], tier)
-            tried = self._next[request] = np.zeros(positions.size, np.int64)
-            tried[lost] = 1
-            self._rest[request] = lost
-        if not landed.size:
-            return None
-        images = images_in(np.frombuffer(line, np.uint8), nbytes, landed.size)
-        orders = batch.orders[landed]
-        for ends in self._ends(request, landed, images, orders):
-            copy(*ends)
-        namespace = request.namespace
-        self.tiers.namespaces[namespace.digest] = namespace
-        self.elsewhere.add(request)
-        self.settled(landed.size)
-        return landed, images
-
-    def _keep(
-        self, request: BlockRequest, batch: Batch, landed: Ids, images: Fragments
+        came: Batch,
     ) -> None:
-        """Copy images that have arrived into memory, as far as there is room."""
-        memory = self.tiers.memory
-        namespace = request.namespace
-        nbytes = namespace.image_bytes
-        tenant = self.tiers.tenants.number(namespace.tenant) if namespace.tenant else 0
-        try:
-            taken = memory.take_now(nbytes, landed.size, tenant)
-            # If there is not room for all, the head of the chain stays.
-            landed = landed[: taken.size]
-            if not landed.size:
-                return
-            copy(images.slice(0, landed.size * nbytes), memory.images(taken, nbytes))
-            assert batch.kept is not None
-            memory.below[taken] = batch.kept[landed]
-            born = None if batch.born is None else batch.born[landed]
-            keys = batch.keys[landed]
-            memory.index.name(keys, taken, born, batch.orders[landed])
-            memory.unpin(keys, taken)
-        finally:
-            memory.in_flight.end(request.keys)
+        """Copy the blocks of an answer into the caller's, and note the others."""
+        self._first = self._first or monotonic()
+        if came.keys.size < positions.size:
+            # No lookup found it, so it was not evicted: it just does not exist.
+            noted = (results != LANDED) & (results != MISSING)
+            self._note(request, positions[noted], results[noted], tier)
+            if request not in self._next:
+                self._next[request] = np.zeros(request.keys.size, np.int64)
+            self._next[request][positions[results != LANDED]] = 1
+            positions = positions[results == LANDED]
+        if positions.size:
+            for ends in self._ends(request, positions, came.images, came.orders):
+                copy(*ends)
+            namespace = request.namespace
+            self.tiers.namespaces[namespace.digest] = namespace
+            self.elsewhere.add(request)
+            self.settled(positions.size)
+        self._last = monotonic()
 
     async def step(self, request: BlockRequest, positions: Ids) -> Bits:
         """Copy blocks in memory at once; read others from the first tier with any.
@@ -301,6 +229,11 @@ class GetOperation(Operation):
         ended = np.zeros(request.keys.size, np.bool_)
         ended[landed] = True
         return ended[positions]
+
+    def left(self, request: BlockRequest) -> Ids:
+        if self.coming is None or not self.coming.rest:
+            return super().left(request)
+        return np.sort(np.concatenate(self.coming.rest))
 
     async def explain(self) -> None:
         """Add to the reasons for missing blocks whether another namespace has them.

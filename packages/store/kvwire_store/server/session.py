@@ -193,9 +193,7 @@ class ClientSession:
                 f"the client has more than {STORE_REQUESTS_MAX} requests open"
             )
         self._begun_bytes = 0
-        answer = (
-            self._get(request) if isinstance(request, Get) else self._answer(request)
-        )
+        answer = self._answer(request)
         if answer is None:
             return
         task = start_task(self._finish(answer))
@@ -207,17 +205,14 @@ class ClientSession:
     def _answer(self, request: AnyRequest) -> Awaitable[object] | None:
         """Start to answer a request; return the rest of the work, or None if done."""
         match request:
+            case Put() if request.images and not self._tiers.below:
+                return _begun(self._put(request))
             case Put():
-                putting = self._put(request)
-                if not request.images or self._tiers.below:
-                    return putting
-                # There is usually room, and the request is then answered in this turn.
-                try:
-                    return _going_on(putting, putting.send(None))
-                except StopIteration:
-                    return None
+                return self._put(request)
             case Get():
                 return self._get(request)
+            case Find() if not self._tiers.below:
+                return _begun(self._find(request))
             case Find():
                 return self._find(request)
             case Touch():
@@ -581,6 +576,14 @@ class ClientSession:
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
             return f"it already has blocks of {STORE_NAMESPACES_MAX} kinds of caches"
         return ""
+
+
+def _begun(work: Coroutine[Any, Any, object]) -> Awaitable[object] | None:
+    """Start work that usually waits for nothing; return the rest, or None if done."""
+    try:
+        return _going_on(work, work.send(None))
+    except StopIteration:
+        return None
 
 
 @types.coroutine

@@ -301,6 +301,7 @@ class Tier(ABC):
         asks: Whether ``find`` and ``holds`` need a round trip at the moment.
         at_once_bytes: Images of up to this many bytes are copied in one turn of the
             loop, and not touched at any other time.
+        asks_bytes: The most bytes of images that :meth:`ask` reads at the moment.
         lossy: The codec with which it stores blocks, if that is lossy; else empty.
         mapped: Access to its blocks, if they can be read in place at the moment.
     """
@@ -309,6 +310,7 @@ class Tier(ABC):
     reason: str = ""
     asks: bool = False
     at_once_bytes: int = 0
+    asks_bytes: int = 0
     lossy: str = ""
     mapped: HostBlocks | None = None
 
@@ -361,7 +363,7 @@ class Tier(ABC):
             namespace: Their namespace.
             batch: The blocks; it has no images. The orders, and ``kept``, are set.
             asked: Called once with the results and the images of the landed blocks, one
-                after the other, which are not valid after it returns; or with None.
+                after the other; or with None.
 
         Returns:
             Whether it was started. If not, :meth:`read` the blocks.

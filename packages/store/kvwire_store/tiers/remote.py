@@ -273,8 +273,10 @@ class RemoteTier(Tier):
         # If its blocks are only in memory, the mapped index nearly always suffices.
         alone = self.mapped is not None and self.mapped.alone
         self.asks = active is not None and not alone
+        self.asks_bytes = 0
         if active is not None:
             welcome = active.welcome
+            self.asks_bytes = min(STORE_INLINE_BYTES, welcome.berth_bytes)
             self.durable = welcome.durable
             self.error = _READ_ONLY if welcome.read_only else ""
 
@@ -404,12 +406,11 @@ class RemoteTier(Tier):
 
     def ask(self, namespace: Namespace, batch: Batch, asked: AskedAct) -> bool:
         active = self._client.active
+        if active is None:
+            return False
+        if self._touches.used:
+            start_task(self._tell_or_lose(active))
         nbytes = namespace.image_bytes
-        if active is None or self._touches.used:
-            return False
-        most = min(STORE_INLINE_BYTES, active.welcome.berth_bytes)
-        if batch.keys.size * nbytes > most:
-            return False
         get = Get(*self._asked(active, namespace, batch))
 
         def answered(found: NumberedReply | KVWireError) -> None:

@@ -312,6 +312,50 @@ async def test_a_small_get_of_blocks_that_are_there_in_part(by_tcp: None) -> Non
         assert store.counters.missed_blocks == 2
 
 
+@pytest.mark.parametrize("count", [2, 4, 5])
+@pytest.mark.parametrize("memory", [("memory:16MiB",), ()])
+async def test_a_get_of_several_answers(
+    by_tcp: None, memory: tuple[str, ...], count: int
+) -> None:
+    """One block of it is nowhere; more of them than four answers bring come as one."""
+    source, target = Filled(8, LARGE, seed=1), Filled(8, LARGE)
+    there = [number for number in range(count) if number != 1]
+    async with asking(*memory) as (served, store):
+        put = await served.put([chain(8)[at] for at in there], source.cache, there)
+        assert put.complete
+        for _ in range(2):
+            get = store.get(chain(count), target.cache, range(count))
+            outcome = await get
+            assert get.is_drained
+            assert outcome.landed.ids().tolist() == there
+            assert outcome.missing.reasons == ("it is not in the store",)
+            assert same(target, there, source, there)
+        tiers = inside.tiers(store)
+        assert in_memory(store, chain(1)) == [bool(memory) or count > 4]
+        assert not len(tiers.memory.in_flight)
+        assert tiers.memory.index.pinned == 0
+
+
+async def test_gets_of_several_answers_that_share_a_clients_requests(
+    by_tcp: None,
+) -> None:
+    """What of a get has no request left goes the long way."""
+    source, target = Filled(64, LARGE, seed=1), Filled(64, LARGE)
+    async with asking() as (served, store):
+        assert (await served.put(chain(64), source.cache, range(64))).complete
+        gets = [
+            store.get(chain(64)[at : at + 4], target.cache, range(at, at + 4))
+            for at in range(0, 64, 4)
+        ]
+        active = tier_of(store, RemoteTier)._client.active
+        assert active is not None
+        active._may_post = 2
+        gets += [store.get(chain(3), target.cache, [0, 1, 2])]
+        assert all([(await get).complete for get in gets])
+        assert (await store.get(chain(3), target.cache, [0, 1, 2])).complete
+        assert same(target, [*range(64)], source, [*range(64)])
+
+
 async def test_a_delete_during_a_small_get_leaves_nothing_behind(by_tcp: None) -> None:
     """It waits for the blocks, which would come back after it otherwise."""
     source, target = Filled(8, seed=1), Filled(8)

@@ -1,0 +1,158 @@
+"""Blocks of a get that come in answers of a lower tier, without a task.
+
+The get asks for its blocks in a few requests. As each answer arrives, its images are
+copied straight into the caller's blocks. Memory gets its copies after the caller has
+been woken, as far as there is room without waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from kvwire.kv.blocks import Ids
+from kvwire.memory.copy import copy
+from kvwire_store.images import images_in
+from kvwire_store.namespace import UNKNOWN
+from kvwire_store.operations.group_request import BlockRequest
+from kvwire_store.tier_stack import TierStack
+from kvwire_store.tiers.base import LANDED, Batch, BlockResults, Tier
+
+# More blocks than these requests bring come faster as one message.
+_ASKS_MAX: Final = 4
+_NO_IMAGES: Final = images_in(np.empty(0, np.uint8), 1, 0)
+
+
+Took = Callable[[Ids, BlockResults, Batch], None]
+"""Takes an answer: the positions asked for, their results, and the landed blocks."""
+
+
+class AskedBlocks:
+    """The blocks of one get, from its requests until memory has its copies.
+
+    Args:
+        tiers: The store's tiers.
+        request: The blocks.
+        took: Called with each answer, to copy the images to their places.
+        asked: Called once, when all answers are there.
+
+    Attributes:
+        rest: The positions of blocks that no answer has brought.
+    """
+
+    def __init__(
+        self,
+        tiers: TierStack,
+        request: BlockRequest,
+        took: Took,
+        asked: Callable[[], None],
+    ) -> None:
+        self._tiers = tiers
+        self._request = request
+        self._took = took
+        self._asked = asked
+        self._tenant = tiers.tenants.number(request.namespace.tenant)
+        self._keeps = tiers.memory.keeps
+        # Landed blocks, which memory may keep.
+        self._came: list[Batch] = []
+        # The number of requests without an answer.
+        self._waiting = 0
+        self.rest: list[Ids] = []
+
+    def begin(self, tier: Tier) -> bool:
+        """Request all blocks from a tier; return whether any were requested."""
+        memory = self._tiers.memory
+        request = self._request
+        keys = request.keys
+        nbytes = request.namespace.image_bytes
+        step = tier.asks_bytes // nbytes
+        count = -(-keys.size // step) if step else 0
+        busy = memory.in_flight.ends
+        if (
+            not 0 < count <= _ASKS_MAX
+            or request.repeats
+            or memory.too_large(nbytes, self._tenant)
+            or (memory.index.find(keys) >= 0).any()
+            or (busy and memory.in_flight.busy(keys).any())
+        ):
+            return False
+        if self._keeps:
+            # Until they are in memory, other calls wait for these blocks.
+            memory.in_flight.begin(keys)
+        self._waiting = count
+        positions = np.arange(keys.size)
+        for first in range(0, keys.size, step):
+            part = positions[first : first + step]
+            if not self._begin_part(tier, part):
+                if not first:
+                    self.keep()
+                    return False
+                # The others go the long way.
+                self._waiting -= -(-(keys.size - first) // step)
+                self.rest.append(positions[first:])
+                if not self._waiting:
+                    self._asked()
+                break
+        return True
+
+    def keep(self) -> None:
+        """Copy what has arrived into memory, as far as there is room."""
+        if not self._keeps:
+            return
+        memory = self._tiers.memory
+        nbytes = self._request.namespace.image_bytes
+        try:
+            for part in self._came:
+                taken = memory.take_now(nbytes, part.keys.size, self._tenant)
+                # If there is not room for all, the head of the chain stays.
+                keys = part.keys[: taken.size]
+                if not keys.size:
+                    return
+                here = part.images.slice(0, keys.size * nbytes)
+                copy(here, memory.images(taken, nbytes))
+                assert part.kept is not None
+                memory.below[taken] = part.kept[: keys.size]
+                born = None if part.born is None else part.born[: keys.size]
+                memory.index.name(keys, taken, born, part.orders[: keys.size])
+                memory.unpin(keys, taken)
+        finally:
+            self._came.clear()
+            memory.in_flight.end(self._request.keys)
+
+    def _begin_part(self, tier: Tier, positions: Ids) -> bool:
+        index = self._tiers.memory.index
+        count = positions.size
+        born = np.full(count, index.now()) if index.shares.expire else None
+        orders = np.full(count, UNKNOWN, np.uint8)
+        kept = np.ones(count, np.bool_)
+        keys = self._request.keys[positions]
+        part = Batch(keys, orders, _NO_IMAGES, born=born, kept=kept)
+
+        def answered(results: BlockResults | None, line: memoryview) -> None:
+            self._waiting -= 1
+            if results is None:
+                self.rest.append(positions)
+            else:
+                self._arrived(part, positions, results, line)
+            if not self._waiting:
+                self._asked()
+
+        return tier.ask(self._request.namespace, part, answered)
+
+    def _arrived(
+        self, part: Batch, positions: Ids, results: BlockResults, line: memoryview
+    ) -> None:
+        landed = (results == LANDED).nonzero()[0]
+        nbytes = self._request.namespace.image_bytes
+        images = images_in(np.frombuffer(line, np.uint8), nbytes, landed.size)
+        if landed.size < positions.size:
+            self.rest.append(positions[results != LANDED])
+        born = None if part.born is None else part.born[landed]
+        assert part.kept is not None
+        keys, orders, kept = part.keys[landed], part.orders[landed], part.kept[landed]
+        came = Batch(keys, orders, images, born=born, kept=kept)
+        self._took(positions, results, came)
+        if landed.size and self._keeps:
+            self._came.append(came)
