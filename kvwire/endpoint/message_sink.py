@@ -8,16 +8,28 @@ which its last byte arrives, and what it sends leaves in the same turn of the lo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
+from kvwire.aio import LoopThread
 from kvwire.errors import KVWireError
 from kvwire.proto.records import RequestRecord
 
-if TYPE_CHECKING:
-    from kvwire.endpoint.connection import Connection
-
 MessageAct = Callable[[bytearray], bool]
 """Acts on a message; returns whether the next one may come."""
+
+
+class SinkOwner(Protocol):
+    """The part of a connection that a sink uses."""
+
+    @property
+    def _thread(self) -> LoopThread:
+        """The loop and thread on which it may be used."""
+
+    def _post_sink(self, sink: MessageSink, tag: int) -> RequestRecord:
+        """Post the receive of the next message."""
+
+    def _withdraw_sink(self, record: RequestRecord) -> None:
+        """Withdraw a receive that has no message yet."""
 
 
 class MessageSink:
@@ -31,7 +43,7 @@ class MessageSink:
     # It has no memory of its own for the message: see Request.
     _memory = None
 
-    def __init__(self, connection: Connection, tag: int, act: MessageAct) -> None:
+    def __init__(self, connection: SinkOwner, tag: int, act: MessageAct) -> None:
         self._connection = connection
         self._tag = tag
         self._act = act
@@ -76,7 +88,7 @@ class MessageSink:
             self.over.set_exception(error)
 
 
-async def each_message(connection: Connection, tag: int, act: MessageAct) -> None:
+async def each_message(connection: SinkOwner, tag: int, act: MessageAct) -> None:
     """Call a function with each message of a tag, in the callback in which it arrives.
 
     Args:

@@ -149,10 +149,14 @@ class AskedBlocks:
         images = images_in(np.frombuffer(line, np.uint8), nbytes, landed.size)
         if landed.size < positions.size:
             self.rest.append(positions[results != LANDED])
-        born = None if part.born is None else part.born[landed]
         assert part.kept is not None
-        keys, orders, kept = part.keys[landed], part.orders[landed], part.kept[landed]
-        came = Batch(keys, orders, images, born=born, kept=kept)
+        came = Batch(
+            part.keys[landed],
+            part.orders[landed],
+            images,
+            born=None if part.born is None else part.born[landed],
+            kept=part.kept[landed],
+        )
         self._took(positions, results, came)
         if landed.size and self._keeps:
             self._came.append(came)

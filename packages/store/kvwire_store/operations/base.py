@@ -73,6 +73,8 @@ class Operation(ABC):
         self._codes: dict[BlockRequest, Codes] = {}
         # For a get: the first lower tier that has not been tried for each block.
         self._next: dict[BlockRequest, Ids] = {}
+        # The positions that are left to move; all of them without an entry.
+        self._rest: dict[BlockRequest, Ids] = {}
         # Blocks whose slots were all released at once, in the order of the chain.
         self._released: set[BlockRequest] = set()
         # Blocks that memory does not have.
@@ -101,7 +103,10 @@ class Operation(ABC):
                 await self._fired()
             if self.nbytes <= self.batch_bytes:
                 for request in self._requests:
-                    await self._move(request, self.left(request))
+                    rest = self._rest.get(request)
+                    if rest is None:
+                        rest = np.arange(request.keys.size)
+                    await self._move(request, rest)
             else:
                 batches = iter(self._batches())
                 await gather_all(*(self._lane(batches) for _ in range(_LANES)))
@@ -199,10 +204,6 @@ class Operation(ABC):
     @abstractmethod
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         """Count the end of the call, with the bytes and blocks that landed."""
-
-    def left(self, request: BlockRequest) -> Ids:
-        """Return the positions that are left to move when the operation runs."""
-        return np.arange(request.keys.size)
 
     def turns(self, request: BlockRequest) -> Iterable[Ids]:
         """Return the positions in the batches to process, each batch ascending."""

@@ -136,8 +136,14 @@ class GetOperation(Operation):
         tier = below[0]
         if tier.mapped is not None:
             return False
+
+        def over() -> None:
+            if coming.rest:
+                self._rest[request] = np.sort(np.concatenate(coming.rest))
+            asked()
+
         took = partial(self._took, request, tier)
-        coming = self.coming = AskedBlocks(self.tiers, request, took, asked)
+        coming = self.coming = AskedBlocks(self.tiers, request, took, over)
         return coming.begin(tier)
 
     def _took(
@@ -229,11 +235,6 @@ class GetOperation(Operation):
         ended = np.zeros(request.keys.size, np.bool_)
         ended[landed] = True
         return ended[positions]
-
-    def left(self, request: BlockRequest) -> Ids:
-        if self.coming is None or not self.coming.rest:
-            return super().left(request)
-        return np.sort(np.concatenate(self.coming.rest))
 
     async def explain(self) -> None:
         """Add to the reasons for missing blocks whether another namespace has them.

@@ -347,12 +347,7 @@ async def test_gets_of_several_answers_that_share_a_clients_requests(
             store.get(chain(64)[at : at + 4], target.cache, range(at, at + 4))
             for at in range(0, 64, 4)
         ]
-        active = tier_of(store, RemoteTier)._client.active
-        assert active is not None
-        active._may_post = 2
-        gets += [store.get(chain(3), target.cache, [0, 1, 2])]
         assert all([(await get).complete for get in gets])
-        assert (await store.get(chain(3), target.cache, [0, 1, 2])).complete
         assert same(target, [*range(64)], source, [*range(64)])
 
 
