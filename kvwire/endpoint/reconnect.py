@@ -251,7 +251,9 @@ class _Stranger:
     def answered(self, origin: bytes, now: float) -> None:
         """Count an answer; ``origin`` is empty if it came from another address."""
         if origin != self._origin:
-            self._origin, self._answers, self._since = origin, 0, now
+            self._origin = origin
+            self._answers = 0
+            self._since = now
         self._answers += 1
 
     def stays(self, since: float) -> bool:

@@ -34,8 +34,9 @@ from kvwire_vllm.metrics import FIELDS, REASONS, STORE_FIELDS
 from kvwire_vllm.proxy.admission import Admission, RetryBudget
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
+from packages.store.tests.server_child import serving
 from tests.support.caches import Memory
-from tests.support.servers import Server
+from tests.support.servers import Server, free_port
 from tests.support.tree import ROOT
 from tests.support.waiting import eventually
 
@@ -45,6 +46,8 @@ PROGRAM: Final = "prometheus"
 # Two scrapes within each window, and a window within the time a test may take.
 _SCRAPE: Final = "200ms"
 _WINDOW: Final = "2s"
+# Of the alert rules: five minutes are ten scrapes.
+_MINUTE_MS: Final = 400
 # Never set.
 _PAUSE: Final = threading.Event()
 _PAUSE_S: Final = 0.01
@@ -157,26 +160,48 @@ class Prometheus:
         assert found["status"] == "success", found
         return found["data"]
 
+    def firing(self) -> set[str]:
+        """The names of the alerts that fire."""
+        alerts = self.ask("alerts")["alerts"]
+        return {a["labels"]["alertname"] for a in alerts if a["state"] == "firing"}
+
+    def judged(self) -> bool:
+        """Whether every rule has been evaluated, without an error."""
+        groups = self.ask("rules")["groups"]
+        return all(rule["health"] == "ok" for one in groups for rule in one["rules"])
+
     def answers(self, query: str) -> bool:
         with suppress(OSError):  # it is starting
             return bool(self.ask("query", query=query)["result"])
         return False
 
 
+def quick(rules: str) -> str:
+    """Alert rules in which a minute is a fraction of a second."""
+    minutes = re.sub(r"\b1h\b", "60m", rules)
+    return re.sub(r"\b(\d+)m\b", lambda m: f"{int(m[1]) * _MINUTE_MS}ms", minutes)
+
+
 @contextmanager
-def prometheus(port: int) -> Iterator[Prometheus]:
+def prometheus(port: int, *, fast: bool = False) -> Iterator[Prometheus]:
     """Run a server that scrapes a port of this machine."""
     with tempfile.TemporaryDirectory(prefix="kvwire-prometheus-") as folder:
         config = scrape_block()
+        rules = FOLDER / "alerts.yaml"
+        if fast:
+            rules = Path(folder) / "alerts.yaml"
+            rules.write_text(quick((FOLDER / "alerts.yaml").read_text()))
         for old, new in (
-            ("rule_files: [alerts.yaml]", f"rule_files: ['{FOLDER / 'alerts.yaml'}']"),
+            ("rule_files: [alerts.yaml]", f"rule_files: ['{rules}']"),
             ('["10.0.0.7:9400", "10.0.0.8:9400"]', f'["127.0.0.1:{port}"]'),
         ):
             assert old in config
             config = config.replace(old, new)
-        pace = f"{{scrape_interval: {_SCRAPE}, scrape_timeout: {_SCRAPE}}}"
+        pace = f"scrape_interval: {_SCRAPE}, scrape_timeout: {_SCRAPE}"
+        if fast:
+            pace += f", evaluation_interval: {_SCRAPE}"
         file = Path(folder) / "prometheus.yml"
-        file.write_text(f"global: {pace}\n{config}")
+        file.write_text(f"global: {{{pace}}}\n{config}")
         server = Server(
             [
                 *(PROGRAM, f"--config.file={file}"),
@@ -254,6 +279,67 @@ async def test_a_prometheus_answers_each_panel_and_takes_the_rules() -> None:
     assert len(rules) > 5
     assert {rule["health"] for rule in rules} <= {"ok", "unknown"}  # not evaluated yet
     assert not [rule for rule in rules if rule.get("lastError")]
+
+
+_STORED: Final = "rate(kvwire_store_written_blocks_total[2s]) > 0"
+
+
+@contextmanager
+def puts(where: str) -> Iterator[None]:
+    """Have a thread put blocks into a store server, whatever becomes of it."""
+    over = threading.Event()
+
+    async def work() -> None:
+        cache = Memory().cache
+        async with BlockStore.open(["memory:1MiB", where]) as store:
+            for number in range(1_000_000):
+                if over.is_set():
+                    return
+                await store.put([number.to_bytes(32)], cache, [0])
+                await asyncio.to_thread(over.wait, _PAUSE_S)
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which(PROGRAM) is None,
+    reason="no prometheus: apt-get install prometheus, or its release on the PATH",
+)
+async def test_the_alerts_of_an_operators_walk_are_true(tmp_path: Path) -> None:
+    """A store server at work, whose disk goes, which is killed, and comes back."""
+    port, metrics = free_port(), free_port()
+    disk = tmp_path / "kv"
+    command = [
+        f"--metrics=127.0.0.1:{metrics}",
+        "--tier=memory:1MiB",
+        f"--tier=disk:{disk}?size=8MiB",
+    ]
+
+    address = f"kvwire://127.0.0.1:{port}"
+    with puts(address), prometheus(metrics, fast=True) as server:
+        async with serving(*command, port=port):
+            assert await asyncio.to_thread(eventually, partial(server.answers, _STORED))
+            assert await asyncio.to_thread(eventually, server.judged)
+            await fires(server, set())
+            shutil.rmtree(disk)
+            await fires(server, {"KvwireStoreRefuses", "KvwireStoreTrouble"})
+        await fires(server, {"KvwireTargetDown"})
+        async with serving(*command, port=port):
+            await fires(server, set())
+            assert await asyncio.to_thread(eventually, partial(server.answers, _STORED))
+
+
+async def fires(server: Prometheus, alerts: set[str]) -> None:
+    """These alerts fire at last, and no others."""
+    same = await asyncio.to_thread(eventually, lambda: server.firing() == alerts)
+    assert same, (alerts, server.firing())
 
 
 # Of a minute each: what a tier has, what it has evicted, and whether blocks were found.

@@ -78,7 +78,7 @@ def test_each_page_leads_to_the_next_of_the_index(browser: Site) -> None:
 def test_a_name_leads_to_its_whole_signature(browser: Site) -> None:
     browser.open("reference/api.html")
     browser.run("document.querySelector('a[href$=\"#kvwire.Connection\"]').click()")
-    there = "reference/api/connect.html#kvwire.Connection"
+    there = "reference/api/connection.html#kvwire.Connection"
     assert browser.until(lambda _: browser.at == there, there)
     # An option that the code has as **options.
     assert browser.find("#connectionpull + .highlight", "lease_s: float")
@@ -111,7 +111,7 @@ def test_light_and_dark_follow_the_system_until_the_reader_chooses(
         "index.html",
         "howto/vllm.html",
         "reference/api.html",
-        "reference/api/connect.html",
+        "reference/api/connection.html",
         "reference/configuration.html",
         "topics/performance.html",
         "topics/protocol.html",

@@ -56,18 +56,25 @@ TOPICS: Final = (
         (
             "kvwire.open",
             "kvwire.Communicator",
-            "kvwire.Connection",
-            "kvwire.Peer",
             "kvwire.Address",
-            "kvwire.PeerInfo",
             "kvwire.TransportReport",
             "kvwire.types.Candidate",
         ),
     ),
     Topic(
+        "connection",
+        "Use a connection or a peer",
+        "A peer dials a connection when it is first used, and has the same verbs.",
+        (
+            "kvwire.Connection",
+            "kvwire.Peer",
+            "kvwire.PeerInfo",
+        ),
+    ),
+    Topic(
         "messages",
         "Send messages, lend memory",
-        "`send`, `recv`, `put` and `get` of a [connection](connect.md) return a "
+        "`send`, `recv`, `put` and `get` of a [connection](connection.md) return a "
         "`Request`, which is awaited when its result is needed.",
         (
             "kvwire.Request",
@@ -80,15 +87,22 @@ TOPICS: Final = (
         ),
     ),
     Topic(
-        "kv",
-        "Move KV",
-        "`publish`, `push`, `pull` and `expect` of a [communicator or "
-        "connection](connect.md) return one end of a transfer, which is awaited for "
-        "its outcome.",
+        "cache",
+        "Describe a KV cache",
+        "A cache is your own memory; kvwire reads and writes its blocks in place.",
         (
             "kvwire.KVSpec",
             "kvwire.PagedCache",
             "kvwire.BlockPool",
+        ),
+    ),
+    Topic(
+        "kv",
+        "Move KV",
+        "`publish` and `expect` of a [communicator](connect.md), `pull` and `push` of "
+        "a [connection](connection.md) return one end of a transfer, which is awaited "
+        "for its outcome.",
+        (
             "kvwire.Outgoing",
             "kvwire.Incoming",
             "kvwire.join",
@@ -187,11 +201,18 @@ TOPICS: Final = (
         "[How to write one](../../howto/write-a-tier.md).",
         (
             "kvwire_store.spi.Tier",
-            "kvwire_store.spi.KeyValueTier",
-            "kvwire_store.spi.ValueIO",
             "kvwire_store.spi.Batch",
             "kvwire_store.spi.BlockResult",
             "kvwire_store.spi.TierAddress",
+        ),
+    ),
+    Topic(
+        "services",
+        "Write a tier on a key-value service",
+        "The shortest way to a [tier](tiers.md) of your own.",
+        (
+            "kvwire_store.spi.KeyValueTier",
+            "kvwire_store.spi.ValueIO",
         ),
     ),
 )

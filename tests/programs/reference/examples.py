@@ -43,8 +43,8 @@ INTRODUCTION: Final = """\
 Examples run within `async def main()`. In them, `a` and `b` are two open communicators
 and `ab` and `ba` the two ends of a connection between them, as
 [`kvwire.testing.loopback`](testing.md) makes them. `cache()` returns a
-[`PagedCache`](kv.md#kvwire.PagedCache) of 2 layers and 8 blocks, `folder` is an empty
-folder, `np` is NumPy."""
+[`PagedCache`](cache.md#kvwire.PagedCache) of 2 layers and 8 blocks, `folder` is an
+empty folder, `np` is NumPy."""
 
 
 def shows(*names: str) -> Callable[[Example], Example]:
@@ -84,7 +84,7 @@ def cache() -> PagedCache:
     return PagedCache.of([np.zeros((8, 2, 4, 2, 8), np.float16) for _ in range(2)])
 
 
-async def run(name: str, folder: Path) -> None:
+async def expect_runs(name: str, folder: Path) -> None:
     """Run an example with the arguments that it takes."""
     example = EXAMPLES[name]
     async with loopback() as pair:

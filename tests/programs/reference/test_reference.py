@@ -13,7 +13,7 @@ import kvwire
 from tests.programs.reference import FOLDER, PAGES
 from tests.programs.reference.api import TOPICS
 from tests.programs.reference.docstrings import found
-from tests.programs.reference.examples import ELSEWHERE, EXAMPLES, run
+from tests.programs.reference.examples import ELSEWHERE, EXAMPLES, expect_runs
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -42,15 +42,17 @@ def test_every_name_has_an_example() -> None:
 
 @pytest.mark.parametrize("name", {one: name for name, one in EXAMPLES.items()}.values())
 async def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    await run(name, tmp_path)
+    await expect_runs(name, tmp_path)
 
 
 def test_signatures_are_whole() -> None:
     """Options of a transfer one by one, keys of Config with their defaults."""
-    text = PAGES["api/connect.md"]()
+    text = PAGES["api/connection.md"]()
     assert "Unpack" not in text
     pull = text.partition('<a id="kvwire.Connection.pull">')[2].partition("###")[0]
     assert "    lease_s: float | None = ...,\n" in pull
+    text = PAGES["api/connect.md"]()
+    assert "Unpack" not in text
     opened = text.partition('<a id="kvwire.open">')[2].partition("## ")[0]
     assert "    lease_s: float = 30.0,\n" in opened
 

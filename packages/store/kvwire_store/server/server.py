@@ -281,7 +281,11 @@ class StoreServer(AsyncWith):
         logger.info(
             "store server: client %r at %s has left: %d requests, %d bytes read, "
             "%d written",
-            *(row.name, row.address, row.asked, row.read_bytes, row.written_bytes),
+            row.name,
+            row.address,
+            row.asked,
+            row.read_bytes,
+            row.written_bytes,
         )
 
 
