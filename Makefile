@@ -162,7 +162,8 @@ test-nixl: $(STAMP)
 	$(BIN)/python -m pytest -m '' tests/backends tests/programs/soak -k nixl $(ARGS)
 
 # The backend `ucx` on an RDMA device, without having one: in guests of Debian's kernel with
-# soft RoCE, emulated by QEMU. As root on a Debian; about 10 minutes on two cores.
+# soft RoCE, emulated by QEMU. As root on a Debian; about 10 minutes on two cores, and more
+# with ARGS="-m ''", which adds the longer ones.
 test-rdma: $(STAMP)
 	tests/rdma/guest --prepare
 	$(BIN)/python -m compileall -q kvwire backends tests $(VENV)/lib || true

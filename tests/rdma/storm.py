@@ -120,16 +120,19 @@ def main() -> int:
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
     chance = random.Random(options.seed)
-    total: Counter[str] = Counter()
+    total: Counter[str] = Counter(dict.fromkeys(BAD, 0))
     with (
         tempfile.TemporaryDirectory() as out,
         two(Path(out), free_port(), life_s=options.seconds + 2 * ROUND_S) as hosts,
     ):
         end = time.monotonic() + options.seconds
+        waiting: list[str] = []
         while time.monotonic() < end:
-            name = options.fault or chance.choice(list(FAULTS))
+            # Each comes once before any comes again.
+            waiting = waiting or chance.sample(list(FAULTS), len(FAULTS))
+            name = options.fault or waiting.pop()
             found = play(hosts, name, chance)
-            total += found
+            total.update(found)  # with what is 0
             total["rounds"] += 1
             print(f"{total['rounds']}: {name}: {dict(found)}", flush=True)
     print("all", json.dumps(total), flush=True)

@@ -95,8 +95,12 @@ def test_blocks_travel_as_rdma_packets(
 
 @pytest.mark.parametrize(
     "impairment",
-    ["loss 1%", "delay 2ms 1ms reorder 10%"],
-    ids=["lost", "reordered"],
+    [
+        pytest.param("loss 1%", id="lost"),
+        pytest.param(
+            "delay 2ms 1ms reorder 10%", id="reordered", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_an_impaired_wire_changes_no_byte(
     hosts: tuple[Host, Host], impairment: str
@@ -121,11 +125,14 @@ def test_an_impaired_wire_changes_no_byte(
 @pytest.mark.parametrize(
     "fault",
     [
-        lambda owner, reader: owner.unplug(OUTAGE_S),
-        lambda owner, reader: owner.stand_still(OUTAGE_S),
-        lambda owner, reader: reader.stand_still(OUTAGE_S),
+        pytest.param(lambda owner, reader: owner.unplug(OUTAGE_S), id="cable"),
+        pytest.param(lambda owner, reader: reader.stand_still(OUTAGE_S), id="reader"),
+        pytest.param(
+            lambda owner, reader: owner.stand_still(OUTAGE_S),
+            id="owner",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["cable", "owner", "reader"],
 )
 def test_an_outage_of_seconds_delays_a_transfer(
     hosts: tuple[Host, Host], fault: Callable[[Host, Host], None]
