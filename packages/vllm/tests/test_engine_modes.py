@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -135,15 +135,22 @@ def test_adapters_by_what_is_in_them(model: Path, tmp_path: Path) -> None:
         more = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", *modules)
         transfer = {"require": ["tcp"], "load_timeout_s": 5.0}
         made.append(engine(model, tmp_path, name, core, transfer, *more))
-    with running(*made):
-        pair, ids = Pair(*made), prompt(300, seed=1)
-        moved = []
-        for name in "ab":
-            before = pair.decode.metric("vllm:kvwire_received_bytes_sum")
-            alone = pair.decode.generate(ids, model=name, cache_salt="local")
-            assert pair.both(ids, model=name) == tokens_of(alone) != pair.local(ids)
-            moved.append(pair.decode.metric("vllm:kvwire_received_bytes_sum") - before)
-        assert moved[0] > moved[1] == 0
+    proxy = front(tmp_path, *before(made))
+    with running(*made, proxy):
+        pair = Pair(*made)
+        ways: tuple[Callable[[list[int], str], list[int]], ...] = (
+            lambda ids, name: pair.both(ids, model=name),
+            lambda ids, name: tokens_of(complete(proxy.url, ids, model=name)),
+        )
+        for seed, answer in enumerate(ways, 1):
+            ids, moved = prompt(300, seed=seed), []
+            for name in "ab":
+                was = pair.decode.metric("vllm:kvwire_received_bytes_sum")
+                alone = pair.decode.generate(ids, model=name, cache_salt="local")
+                assert answer(ids, name) == tokens_of(alone) != pair.local(ids)
+                now = pair.decode.metric("vllm:kvwire_received_bytes_sum")
+                moved.append(now - was)
+            assert moved[0] > moved[1] == 0
 
 
 def test_encoded_rows(model: Path, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import pytest
 from packages.vllm.tests.support import serving
 from packages.vllm.tests.support.digests import CacheDigests
 from packages.vllm.tests.support.models import make_model
-from packages.vllm.tests.support.pairs import Pair, pair_of
+from packages.vllm.tests.support.pairs import Pair, pair_of, running
+from packages.vllm.tests.support.serving import Front
 
 BLOCK_TOKENS = 16
 LAYERS = 4
@@ -36,6 +37,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def proxy(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    engines = serving.before((pair.prefill, pair.decode))
+    front = serving.front(tmp_path_factory.mktemp("proxy"), *engines)
+    with running(front):
+        yield front
+
+
 def blocks_of(engine: serving.Engine) -> list[set[str]]:
     said = httpx.post(
         f"{engine.url}/collective_rpc",
@@ -48,12 +57,18 @@ def blocks_of(engine: serving.Engine) -> list[set[str]]:
     return [set(layer) for layer in layers]
 
 
+@pytest.mark.parametrize("proxied", [False, True])
 @pytest.mark.parametrize("length", [17, 129, 300, 1500, 3001])
-def test_decode_has_the_blocks_that_prefill_computed(pair: Pair, length: int) -> None:
-    ids = serving.prompt(length, seed=1)
+def test_decode_has_the_blocks_that_prefill_computed(
+    pair: Pair, proxy: Front, length: int, proxied: bool
+) -> None:
+    ids = serving.prompt(length, seed=1 + 100 * proxied)
     hits = pair.fetched
     before = [blocks_of(one) for one in (pair.prefill, pair.decode)]
-    pair.both(ids)
+    if proxied:
+        assert serving.tokens_of(serving.complete(proxy.url, ids))
+    else:
+        pair.both(ids)
     after = [blocks_of(one) for one in (pair.prefill, pair.decode)]
     assert pair.fetched - hits == length
     for layer in range(LAYERS):
