@@ -598,9 +598,7 @@ class CallThreads(ThreadPoolExecutor):
 
     _started = False
 
-    def submit(
-        self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[T]:
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Make a call on a thread.
 
         Raises:
@@ -621,7 +619,7 @@ class CallThreads(ThreadPoolExecutor):
 class _Call(Generic[T]):
     """A call with a future of its own, which can be cancelled as long as it waits."""
 
-    def __init__(self, function: Callable[[], T]) -> None:
+    def __init__(self, function: functools.partial[T]) -> None:
         self._function = function
         self.future: Future[T] = Future()
 

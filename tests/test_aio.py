@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -135,21 +137,23 @@ async def test_a_scope_that_cancels_again_does_not_reach_what_is_finished() -> N
 # --- threads --------------------------------------------------------------------------
 
 
-def _no_more(_: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """A thread would need a larger stack than there are addresses."""
+    before = threading.stack_size(1 << 47)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
-def test_a_call_that_no_thread_takes_is_refused_and_never_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_call_that_no_thread_takes_is_refused_and_never_made() -> None:
     """Its memory belongs to others by the time that there are threads again."""
     made: list[str] = []
     with aio.CallThreads(2) as threads:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", _no_more)
-            with pytest.raises(OSError, match="no thread can be started") as refused:
-                threads.submit(made.append, "refused")
-            assert "pids.max" in "".join(refused.value.__notes__)
+        with no_more_threads(), pytest.raises(OSError, match="no thread") as refused:
+            threads.submit(made.append, "refused")
+        assert "pids.max" in "".join(refused.value.__notes__)
         threads.submit(made.append, "later").result()
     assert made == ["later"]
     with pytest.raises(RuntimeError, match="after shutdown"):
@@ -158,13 +162,13 @@ def test_a_call_that_no_thread_takes_is_refused_and_never_made(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_call_that_has_no_thread_of_its_own_is_made_by_another_one(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
+    fails: bool,
 ) -> None:
     go = threading.Event()
     with aio.CallThreads(2) as threads:
         first = threads.submit(go.wait)
-        monkeypatch.setattr(threading.Thread, "start", _no_more)
-        second = threads.submit(int, "no number" if fails else "7")
+        with no_more_threads():
+            second = threads.submit(int, "no number" if fails else "7")
         go.set()
         assert first.result()
         if fails:
@@ -174,12 +178,8 @@ def test_a_call_that_has_no_thread_of_its_own_is_made_by_another_one(
             assert second.result() == 7
 
 
-async def test_a_name_that_no_thread_looks_up_is_an_error_of_the_system(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_name_that_no_thread_looks_up_is_an_error_of_the_system() -> None:
     """Those who follow a directory try again after such an error, and only then."""
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", _no_more)
-        with pytest.raises(OSError, match="no thread can be started"):
-            await aio.look_up("localhost", 1)
+    with no_more_threads(), pytest.raises(OSError, match="no thread can be started"):
+        await aio.look_up("localhost", 1)
     assert await aio.look_up("127.0.0.1", 1)

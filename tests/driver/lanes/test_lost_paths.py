@@ -8,7 +8,7 @@ hears that it has been sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,10 +17,9 @@ import numpy.typing as npt
 import pytest
 
 import kvwire
+import kvwire_nccl
 from kvwire.backend import registry
 from kvwire.backend.lane import Lane
-from kvwire_nccl.backend import NcclBackend
-from tests.backends.kvwire_nccl import fake
 from tests.backends.kvwire_nccl.fake import FakeBackend
 from tests.support import inside
 from tests.support.lanes import raise_again_after
@@ -37,12 +36,9 @@ TRANSPORTS = ["tcp", "local", "ucx", "inproc", "nccl", "nixl"]
 
 
 @pytest.fixture(autouse=True)
-def _played_nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _played_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lanes move the memory of this process, without a GPU."""
-    monkeypatch.setattr(NcclBackend, "availability", FakeBackend.availability)
-    monkeypatch.setattr(NcclBackend, "open_lane", FakeBackend.open_lane)
-    yield
-    fake._wires.clear()
+    monkeypatch.setattr(kvwire_nccl, "NcclBackend", FakeBackend)
 
 
 def layers(value: int) -> list[npt.NDArray[np.float16]]:
@@ -125,14 +121,6 @@ async def test_a_window_is_read_by_messages_once_gets_are_lost(
     def get(_: object, __: object, ___: object, over: Any, ____: object) -> None:
         posted.append(over)
 
-    def cancelled(windows: Any) -> None:
-        for over in posted:  # as UCX says when its worker is destroyed
-            over(library.ERR_CANCELED, 0)
-        posted.clear()
-        unregister(windows)
-
-    unregister = library.UcxWindows.unregister
-    monkeypatch.setattr(library.UcxWindows, "unregister", cancelled)
     async with beside("ucx", one_sided_windows="peers") as pair:
         owner, into = layers(1), layers(0)
         window = pair.far.expose("w", kvwire.PagedCache(SPEC, owner))
@@ -140,11 +128,15 @@ async def test_a_window_is_read_by_messages_once_gets_are_lost(
         if remote.way != "ucx":
             pytest.skip("UCX has neither cma nor a network card here")
         monkeypatch.setattr(library.Worker, "get", get)
+        (endpoint,) = inside.lanes(pair.left).open
         ticket = window.offer(range(BLOCKS))
+        getting = remote.get(ticket, into=kvwire.PagedCache(SPEC, into))
         async with asyncio.timeout(PATIENCE_S):
-            got = await remote.get(ticket, into=kvwire.PagedCache(SPEC, into))
-        assert got.complete
-        assert not posted
+            await until(lambda: not inside.lanes(pair.left).knows(endpoint.lane))
+            for over in posted:  # as UCX says once its worker is destroyed
+                assert not getting.done()
+                over(library.ERR_CANCELED, 0)
+            assert (await getting).complete
         assert all((layer == 1).all() for layer in into)
 
 

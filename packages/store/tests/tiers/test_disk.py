@@ -472,22 +472,21 @@ async def test_a_flush_of_a_full_disk_may_be_repeated(
 
 
 async def test_without_a_thread_a_block_is_refused_and_later_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    def no_more(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     source, hashes = Filled(seed=1), chain(16)
     await put_before(*tiers(tmp_path))
     async with BlockStore.open(tiers(tmp_path)) as store:
         other = chain(16, "other")
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", no_more)
+        stack_bytes = threading.stack_size(1 << 47)  # more than there are addresses
+        try:
             # The thread that has opened the tier has ended.
             put = await store.put(other, source.cache, IDS)
             assert "no thread can be started" in "".join(put.missing.reasons)
             with pytest.raises(OSError, match="no thread can be started"):
                 await store.flush()
+        finally:
+            threading.stack_size(stack_bytes)
         assert (await store.put(other, source.cache, IDS)).complete
         await store.flush()
         assert await landed(store, source, other) == IDS
