@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple, Self
+from typing import Final, TypeAlias
 
 import aiohttp
 
@@ -23,7 +24,6 @@ from kvwire.config import Config
 from kvwire_engines.llamacpp.sessions import BLOCK_TOKENS
 from kvwire_store.server.client import ask_report
 from packages.engines.tests.llamacpp.server import (
-    Front,
     LlamaServer,
     front_beside,
     llama_server,
@@ -42,104 +42,82 @@ _STREAM_TOKENS: Final = 64
 _PAUSE_S: Final = 0.05
 
 
-class SessionCosts(NamedTuple):
-    """The figures; medians, in seconds but for the share.
-
-    Attributes:
-        computed_s: Until the first token of a session that a server computes.
-        continued_s: The same where it restores what the other server has computed.
-        own_share: Of a session's blocks, how many a second session with the same
-            beginning adds to the store.
-        direct_s: A short request.
-        front_s: The same through the front, with nothing stored.
-        direct_token_s: Between two tokens of a stream.
-        front_token_s: The same through the front.
-    """
-
-    computed_s: float
-    continued_s: float
-    own_share: float
-    direct_s: float
-    front_s: float
-    direct_token_s: float
-    front_token_s: float
+Rig: TypeAlias = tuple[list[LlamaServer], list[LlamaServer], str]
+"""Servers, their fronts, and the address of the store server that the fronts share."""
 
 
-class Rig:
-    """Two servers with their fronts, and the store server that the fronts share."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._running = AsyncExitStack()
-        self._store = ""
-        self.servers: list[LlamaServer] = []
-        self.fronts: list[Front] = []
-
-    async def __aenter__(self) -> Self:
-        async with AsyncExitStack() as running:
-            command = ("-m", "kvwire", "store", "serve", "--listen", "127.0.0.1:0")
-            store = await running.enter_async_context(
-                beside(*command, "--tier", "memory:2GiB", kind=Beside, logs=True)
-            )
-            self._store = (await store.line()).partition(" on tcp://")[2].split(";")[0]
-            model = toy_model(self._folder / "toy.gguf")
-            for name in ("a", "b"):
-                own = self._folder / name
-                own.mkdir()
-                server = await running.enter_async_context(llama_server(model, own))
-                self.servers.append(server)
-                front = front_beside(server, "memory:16MiB", f"kvwire://{self._store}")
-                self.fronts.append(await running.enter_async_context(front))
-            self._running = running.pop_all()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._running.aclose()
-
-    async def blocks(self, least: int = 0) -> int:
-        """Wait until the store holds so many blocks; return how many it holds."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                report = await ask_report(self._store, Config())
-                found = report.tiers[0].stats.blocks
-                if found >= least:
-                    return found
-                await asyncio.sleep(_PAUSE_S)
-
-
-async def measure(tokens: int, rounds: int, requests: int) -> SessionCosts:
-    """Measure all figures.
+async def measure(tokens: int, rounds: int, requests: int) -> dict[str, float]:
+    """Measure all figures; each is a median.
 
     Args:
         tokens: Tokens of a session.
         rounds: How many sessions.
         requests: How many short requests, and streams.
+
+    Returns:
+        Seconds until the first token of a session that is ``computed``, or
+        ``continued``; the part of a session's blocks that a second one with the same
+        beginning ``stores``; seconds of a short request ``direct`` and through the
+        ``front``; and seconds between the tokens of a ``direct stream`` and of a
+        ``front stream``.
     """
-    direct, front, direct_token, front_token = [], [], [], []
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, figure: float) -> None:
+        found.setdefault(name, []).append(figure)
+
     with TemporaryDirectory(prefix="kvwire-") as folder:
-        async with Rig(Path(folder)) as rig:
-            sessions = [await _session(rig, seed, tokens) for seed in range(rounds)]
-            server = rig.servers[0]
-            url = rig.fronts[0].url
+        async with _running(Path(folder)) as rig:
+            for seed in range(rounds):
+                for name, figure in (await _session(rig, seed, tokens)).items():
+                    note(name, figure)
             for _ in range(requests):
-                direct.append(await _short(server, server.url))
-                front.append(await _short(server, url))
-                direct_token.append(await _between_tokens(server.url))
-                front_token.append(await _between_tokens(url))
-    return SessionCosts(
-        *map(median, zip(*sessions, strict=True)),
-        *map(median, (direct, front, direct_token, front_token)),
-    )
+                for name, ends in (("direct", rig[0]), ("front", rig[1])):
+                    note(name, await _short(ends[0]))
+                    note(f"{name} stream", await _between_tokens(ends[0].url))
+    return {name: median(figures) for name, figures in found.items()}
 
 
-async def _session(rig: Rig, seed: int, tokens: int) -> tuple[float, float, float]:
+@asynccontextmanager
+async def _running(folder: Path) -> AsyncIterator[Rig]:
+    """Run two servers with their fronts, and the store server that these share."""
+    async with AsyncExitStack() as running:
+        enter = running.enter_async_context
+        command = ("-m", "kvwire", "store", "serve", "--listen", "127.0.0.1:0")
+        store = beside(*command, "--tier", "memory:2GiB", kind=Beside, logs=True)
+        line = await (await enter(store)).line()
+        address = line.partition(" on tcp://")[2].partition(";")[0]
+        model = toy_model(folder / "toy.gguf")
+        rig: Rig = [], [], address
+        for name in ("a", "b"):
+            own = folder / name
+            own.mkdir()
+            server = await enter(llama_server(model, own))
+            front = front_beside(server, "memory:16MiB", f"kvwire://{address}")
+            rig[0].append(server)
+            rig[1].append(await enter(front))
+        yield rig
+
+
+async def _blocks(store: str, least: int = 0) -> int:
+    """Wait until a store holds so many blocks; return how many it holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            report = await ask_report(store, Config())
+            found = report.tiers[0].stats.blocks
+            if found >= least:
+                return found
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def _session(rig: Rig, seed: int, tokens: int) -> dict[str, float]:
     """Compute a session at one server, and continue it at the other one."""
-    here, there = rig.servers
+    (_, there), (here_front, there_front), store = rig
     prompt = prompt_of(seed, tokens)
     full = tokens // BLOCK_TOKENS
-    before = await rig.blocks()
-    await here.complete(prompt, url=rig.fronts[0].url, count=1)
-    await rig.blocks(before + full)
+    before = await _blocks(store)
+    await here_front.complete(prompt, count=1)
+    await _blocks(store, before + full)
 
     longer = [*prompt, *prompt_of(1000 + seed, 8)]
     start = time.perf_counter()
@@ -147,23 +125,27 @@ async def _session(rig: Rig, seed: int, tokens: int) -> tuple[float, float, floa
     computed_s = time.perf_counter() - start
     await there.complete([97], count=1, cache_prompt=False)
     start = time.perf_counter()
-    found = await there.complete(longer, url=rig.fronts[1].url, count=1)
+    found = await there_front.complete(longer, count=1)
     continued_s = time.perf_counter() - start
     assert found["timings"]["cache_n"] == full * BLOCK_TOKENS
     assert found["tokens"] == expected["tokens"]
 
     shared = tokens - min(_OWN_TOKENS, tokens // 2)
     other = [*prompt[:shared], *prompt_of(2000 + seed, tokens - shared)]
-    least = before + 2 * full - shared // BLOCK_TOKENS
-    await here.complete(other, url=rig.fronts[0].url, count=1)
-    await rig.blocks(least)
+    await here_front.complete(other, count=1)
+    await _blocks(store, before + 2 * full - shared // BLOCK_TOKENS)
     await asyncio.sleep(_PAUSE_S)
-    return computed_s, continued_s, (await rig.blocks() - before - full) / full
+    more = await _blocks(store) - before - full
+    return {
+        "computed": computed_s,
+        "continued": continued_s,
+        "stores": more / full,
+    }
 
 
-async def _short(server: LlamaServer, url: str) -> float:
+async def _short(end: LlamaServer) -> float:
     start = time.perf_counter()
-    await server.complete(prompt_of(0, _SHORT_TOKENS), url=url, count=1)
+    await end.complete(prompt_of(0, _SHORT_TOKENS), count=1)
     found = time.perf_counter() - start
     await asyncio.sleep(_PAUSE_S)
     return found
@@ -189,16 +171,17 @@ async def _between_tokens(url: str) -> float:
     return (times[-1] - times[0]) / (len(times) - 1)
 
 
-def shown(found: SessionCosts) -> str:
+def shown(found: dict[str, float]) -> str:
     """Return the figures as lines, each beside what it is compared with."""
-    ratio = found.continued_s / found.computed_s
-    cost_ms = 1e3 * (found.front_s - found.direct_s)
-    streams = found.front_token_s / found.direct_token_s
+    ratio = found["continued"] / found["computed"]
+    cost_ms = 1e3 * (found["front"] - found["direct"])
+    streams = found["front stream"] / found["direct stream"]
     return (
-        f"first token of a session: computed in {found.computed_s:.3f} s, continued at "
-        f"another server in {found.continued_s:.3f} s: {ratio:.3f}\n"
-        f"a second session with the same beginning stores {found.own_share:.3f} of the "
+        f"first token of a session: computed in {found['computed']:.3f} s, continued "
+        f"at another server in {found['continued']:.3f} s: {ratio:.3f}\n"
+        f"a second session with the same beginning stores {found['stores']:.3f} of the "
         "first one's bytes\n"
-        f"the front adds {cost_ms:.2f} ms to a request of {1e3 * found.direct_s:.2f} "
-        f"ms\nthe time between the tokens of a stream through it: {streams:.3f}"
+        f"the front adds {cost_ms:.2f} ms to a request of {1e3 * found['direct']:.2f} "
+        f"ms\nthe time between the tokens of a stream through it: {streams:.3f} of "
+        f"{1e3 * found['direct stream']:.2f} ms"
     )

@@ -163,26 +163,20 @@ async def llama_server(
         yield server
 
 
-class Front(Beside):
-    """The process of a front.
-
-    Attributes:
-        url: Its address.
-    """
-
-    url: str
-
-
 @contextlib.asynccontextmanager
 async def front_beside(
     server: LlamaServer, *tiers: str, under: tuple[str, ...] = ()
-) -> AsyncIterator[Front]:
-    """Run a front of a server as a user does, over a store of these tiers."""
+) -> AsyncIterator[LlamaServer]:
+    """Run a front of a server as a user does, over a store of these tiers.
+
+    It answers as its server does.
+    """
     command = ["-m", "kvwire", "session", "serve", "--engine", server.url]
     command += ["--slots", str(server.folder), "--listen", "127.0.0.1:0"]
     command += [word for tier in tiers for word in ("--tier", tier)]
-    async with beside(*command, kind=Front, logs=True, under=under) as front:
+    async with beside(*command, kind=LlamaServer, logs=True, under=under) as front:
         front.url = (await front.line()).partition(" on ")[2].partition(",")[0]
+        front.folder = server.folder
         yield front
 
 

@@ -239,7 +239,7 @@ async def test_the_command_serves_and_stores_before_it_ends(
         llama_server(model, tmp_path) as server,
         front_beside(server, *tiers) as front,
     ):
-        await server.complete(prompt, url=front.url)
+        await front.complete(prompt)
         front.signal(signal.SIGTERM)
         assert await front.wait() == 0
     async with BlockStore.open(tiers) as store:
