@@ -95,7 +95,8 @@ SECONDS ?= 60
 fuzz: $(STAMP)-fuzz
 	$(BIN)/python -m tests.programs.fuzz --seconds $(SECONDS) $(ARGS)
 
-# The pages of docs/reference that are written from the code; a test compares them.
+# The pages of docs/reference that are written from the code and its docstrings; a test
+# compares them.
 reference: $(STAMP)
 	$(BIN)/python -m tests.programs.reference
 
