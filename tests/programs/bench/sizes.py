@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from rich.console import RenderableType
@@ -24,14 +24,8 @@ _ROUNDS: Final = 7
 _PUT_BYTES: Final = 16 * MIB
 
 
-class Figure(NamedTuple):
-    """One row: what was done, with how much, and what came of it."""
-
-    what: str
-    number: int
-    value: float
-    unit: str
-    aim: str
+Figure: TypeAlias = tuple[str, int, float, str, str]
+"""What was done, with how many, what came of it, its unit, and the aim."""
 
 
 def cache_of(nbytes: int, blocks: int) -> kvwire.PagedCache:
@@ -65,7 +59,7 @@ async def filled(tier_bytes: int, block_bytes: int) -> Figure:
         (kept,) = store.stats().values()
     share = kept.blocks * block_bytes / tier_bytes
     what = f"of {in_bytes(tier_bytes)} kept, in blocks of {in_bytes(block_bytes)}"
-    return Figure(what, count, 100 * share, "%", "100 %")
+    return what, count, 100 * share, "%", "100 %"
 
 
 async def published(count: int) -> Iterator[Figure]:
@@ -79,8 +73,8 @@ async def published(count: int) -> Iterator[Figure]:
     assert all(one.is_drained for one in held)
     return iter(
         (
-            Figure("requests published", count, begun - started, "s", ""),
-            Figure("closed with them", count, ended - begun, "s", "< 3 s"),
+            ("requests published", count, begun - started, "s", ""),
+            ("closed with them", count, ended - begun, "s", "< 3 s"),
         )
     )
 
@@ -89,7 +83,7 @@ async def offered(count: int) -> Iterator[Figure]:
     """Offer blocks and withdraw them, in the ways that callers list them."""
     ids = np.random.default_rng(0).permutation(count)
     lists = {"a range": range(count), "an array": ids, "a list": ids.tolist()}
-    figures = []
+    figures: list[Figure] = []
     async with kvwire.open(name="sizes") as here:
         memory = np.zeros(16 * count, np.uint8)
         window = here.expose("sizes", memory, block_bytes=16)
@@ -97,7 +91,7 @@ async def offered(count: int) -> Iterator[Figure]:
             for verb in (window.offer, window.withdraw):
                 spent_ms = 1000 * _least(verb, listed)
                 what = f"blocks: {verb.__name__} of {name}"
-                figures.append(Figure(what, count, spent_ms, "ms", "< 5 ms"))
+                figures.append((what, count, spent_ms, "ms", "< 5 ms"))
         await window.close()
     return iter(figures)
 
@@ -125,7 +119,6 @@ async def sizes(
 def render(figures: Sequence[Figure]) -> RenderableType:
     """Show a row for each figure."""
     table = new_table(None, "number", "is", "aim")
-    for one in figures:
-        value = f"{one.value:.3g} {one.unit}"
-        table.add_row(one.what, f"{one.number:,}", value, one.aim)
+    for what, number, value, unit, aim in figures:
+        table.add_row(what, f"{number:,}", f"{value:.3g} {unit}", aim)
     return table

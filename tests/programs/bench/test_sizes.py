@@ -29,7 +29,8 @@ def test_all_figures_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("block_bytes", [4 * KIB, 16 * KIB, 64 * KIB, MIB])
 async def test_blocks_fill_a_tier(block_bytes: int) -> None:
-    assert (await filled(32 * MIB, block_bytes)).value == 100
+    _, _, share, *_ = await filled(32 * MIB, block_bytes)
+    assert share == 100
 
 
 async def closing(count: int) -> int:
