@@ -485,7 +485,7 @@ class BlockStore(StoreManagement):
             self._follow(work, over)
             self._turn.later(nbytes, partial(self._move_in_turn, work, over))
             return over
-        if not work.ask(lambda: self._asked(work, over)):
+        if not work.ask(partial(self._asked, work, over)):
             return None
         self._follow(work, over)
         return over

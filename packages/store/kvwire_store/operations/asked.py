@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Ids, any_of
 from kvwire.memory.copy import copy
 from kvwire_store.images import images_in
 from kvwire_store.namespace import UNKNOWN
@@ -53,7 +53,8 @@ class AskedBlocks:
         self._request = request
         self._took = took
         self._asked = asked
-        self._tenant = tiers.tenants.number(request.namespace.tenant)
+        named = request.namespace.tenant
+        self._tenant = tiers.tenants.number(named) if named else 0
         self._keeps = tiers.memory.keeps
         # Landed blocks, which memory may keep.
         self._came: list[Batch] = []
@@ -74,8 +75,8 @@ class AskedBlocks:
             not 0 < count <= _ASKS_MAX
             or request.repeats
             or memory.too_large(nbytes, self._tenant)
-            or (memory.index.find(keys) >= 0).any()
-            or (busy and memory.in_flight.busy(keys).any())
+            or any_of(memory.index.find(keys) >= 0)
+            or (busy and any_of(memory.in_flight.busy(keys)))
         ):
             return False
         if self._keeps:
@@ -125,8 +126,11 @@ class AskedBlocks:
         index = self._tiers.memory.index
         count = positions.size
         born = np.full(count, index.now()) if index.shares.expire else None
-        orders = np.full(count, UNKNOWN, np.uint8)
-        kept = np.ones(count, np.bool_)
+        # np.full and np.ones are functions of Python.
+        orders = np.empty(count, np.uint8)
+        orders.fill(UNKNOWN)
+        kept = np.empty(count, np.bool_)
+        kept.fill(True)
         keys = self._request.keys[positions]
         part = Batch(keys, orders, _NO_IMAGES, born=born, kept=kept)
 

@@ -15,7 +15,6 @@ from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import NamedTuple
 
 import kvwire
 from kvwire.aio import Upkeep, run_to_completion
@@ -122,7 +121,8 @@ class ActiveConnection:
         self.berths: asyncio.Semaphore = asyncio.Semaphore(welcome.berths)
         # The numbers of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
-        self._answers: dict[int, _Waiting] = {}
+        # The function that gets the answer, and the timer that ends the connection.
+        self._answers: dict[int, tuple[Answered, asyncio.TimerHandle]] = {}
         self.windows: HostWindows | None = None
         # The server's blocks, once its memory is mapped here.
         self.mapped: HostBlocks | None = None
@@ -219,7 +219,7 @@ class ActiveConnection:
         later = asyncio.get_running_loop().call_later
         late = later(within_s + STORE_GRACE_S, self._expire, request.number, within_s)
         # bounded by the server's requests
-        self._answers[request.number] = _Waiting(answered, late)
+        self._answers[request.number] = answered, late
         return self.connection.send(TAG, encode(request), deadline=self._within)
 
     def _forget(self, number: int) -> Answered | None:
@@ -227,8 +227,8 @@ class ActiveConnection:
         waiting = self._answers.pop(number, None)
         if waiting is None:
             return None
-        waiting.late.cancel()
-        return waiting.answered
+        waiting[1].cancel()
+        return waiting[0]
 
     def _expire(self, number: int, timeout_s: float) -> None:
         error = DeadlineExceeded(f"no answer within {timeout_s:g} s")
@@ -301,18 +301,6 @@ class ActiveConnection:
             # A separate exception for each waiter, since it collects the frames that it
             # passes.
             answered(ConnectionLost(why))
-
-
-class _Waiting(NamedTuple):
-    """A request without an answer yet.
-
-    Attributes:
-        answered: Gets the answer.
-        late: The timer that ends the connection.
-    """
-
-    answered: Answered
-    late: asyncio.TimerHandle
 
 
 def _settle(
