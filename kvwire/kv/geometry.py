@@ -180,14 +180,8 @@ def geometry_of(fields: tuple[object, ...]) -> Geometry:
     return _small(fields) if len(fields) <= _FEW_GROUPS else _large(fields)
 
 
-@lru_cache(limits.KV_TEMPLATES_MAX)
-def _small(fields: tuple[object, ...]) -> Geometry:
-    return Geometry.decode(fields)
-
-
-@lru_cache(_LARGE_MAX)
-def _large(fields: tuple[object, ...]) -> Geometry:
-    return Geometry.decode(fields)
+_small = lru_cache(limits.KV_TEMPLATES_MAX)(Geometry.decode)
+_large = lru_cache(_LARGE_MAX)(Geometry.decode)
 
 
 @lru_cache(_LARGE_MAX)
