@@ -1,8 +1,8 @@
 """The contract of a tier below memory, which keeps images of blocks.
 
-The store moves every block through slots of its memory. So a tier gets whole images,
-each in one piece, and can keep each as a slot of a file, an object or a message. It
-never deals with caches, layouts or block ids.
+The store moves blocks through slots of its memory, but for small gets from a server. So
+a tier gets whole images, each in one piece, and can keep each as a slot of a file, an
+object or a message. It never deals with caches, layouts or block ids.
 
 The store promises:
 
