@@ -20,6 +20,7 @@ def test_what_is_set_and_never_cleared_has_its_reason() -> None:
     ends = {"stopped", "_stopped", *ended, *(f"_{word}" for word in ended)}
     # The others, each with the reason why it stays.
     stay = {
+        "aio.CallThreads._started": "a thread of it lives until all calls are made",
         "aio.Opening._begun": "an opening is entered once; another call makes another",
         "selection.Selection._carries": "the settings allow it, and they do not change",
         "members.Members.doubts": "its directory clears it when all are read",
