@@ -178,6 +178,7 @@ def test_a_call_that_has_no_thread_of_its_own_is_made_by_another_one(
             assert second.result() == 7
 
 
+@pytest.mark.asyncio(loop_factories=["asyncio"])  # uvloop has threads of its own
 async def test_a_name_that_no_thread_looks_up_is_an_error_of_the_system() -> None:
     """Those who follow a directory try again after such an error, and only then."""
     with no_more_threads(), pytest.raises(OSError, match="no thread can be started"):

@@ -26,7 +26,7 @@ from tests.support.simulated_device import SimulatedDevice
 # A child takes a third of a second to start.
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
 SIZES: Final = (1, 16 * KIB, 300 * KIB + 3, 5 * MIB)
-LATE_S: Final = 0.2
+LATE_S: Final = 1.0
 _TO_PEER, _BACK, _DATA = 1, 2, 3
 
 Bytes = npt.NDArray[np.uint8]

@@ -32,10 +32,9 @@ def cases() -> list[str]:
     ] + table
 
 
-def test_the_page_names_what_is_tried() -> None:
+def test_the_page_counts_what_is_tried() -> None:
     page = (ROOT / "docs" / "howto" / "engines.md").read_text()
-    named = {word for word in page.split("`") if word.startswith("test_")}
-    assert {f"test_{case}" for case in cases()[OWN:]} <= named
+    assert f"repeats {len(cases()[OWN:])} of Ray's own cases" in page
 
 
 @pytest.mark.slow
