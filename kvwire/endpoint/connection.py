@@ -590,13 +590,13 @@ class Connection(AsyncWith):
 
     # --- inside -----------------------------------------------------------------------
 
-    def _post_sink(self, sink: MessageSink, tag: int) -> RequestRecord:
+    def _post_sink(self, sink: MessageSink, tag: int) -> None:
         """Post the receive of a sink's next message."""
         record = self._core.recv(tag, None, self._message_bytes, None)
         record.context = sink
+        sink.posted = record
         if not self._driver.running and self._outbox.events:
-            self._driver.run()
-        return record
+            self._driver.run()  # it may post the receive after this one
 
     def _withdraw_sink(self, record: RequestRecord) -> None:
         record.context = None

@@ -25,8 +25,8 @@ class SinkOwner(Protocol):
     def _thread(self) -> LoopThread:
         """The loop and thread on which it may be used."""
 
-    def _post_sink(self, sink: MessageSink, tag: int) -> RequestRecord:
-        """Post the receive of the next message."""
+    def _post_sink(self, sink: MessageSink, tag: int) -> None:
+        """Post the receive of the next message, and then act on present ones."""
 
     def _withdraw_sink(self, record: RequestRecord) -> None:
         """Withdraw a receive that has no message yet."""
@@ -36,6 +36,7 @@ class MessageSink:
     """One receive of a tag, posted again after each message.
 
     Attributes:
+        posted: The receive that has no message yet.
         over: Set when the function wants no more messages; or has the error of the
             connection, of a message, or of the function.
     """
@@ -47,25 +48,25 @@ class MessageSink:
         self._connection = connection
         self._tag = tag
         self._act = act
-        self._record: RequestRecord | None = None
+        self.posted: RequestRecord | None = None
         self.over = connection._thread.loop.create_future()
 
     def post(self) -> None:
         """Receive the next message; the driver runs after this."""
         try:
-            self._record = self._connection._post_sink(self, self._tag)
+            self._connection._post_sink(self, self._tag)
         except KVWireError as exc:
             self._end(exc)
 
     def close(self) -> None:
         """Receive no more."""
-        if self._record is not None:
-            self._connection._withdraw_sink(self._record)
-            self._record = None
+        if self.posted is not None:
+            self._connection._withdraw_sink(self.posted)
+            self.posted = None
 
     def _complete(self, data: Any, error: KVWireError | None) -> None:
         """Act on a message, or on the error of a receive; see Request."""
-        self._record = None
+        self.posted = None
         if data is None:
             self._end(error)
         elif not self.over.done():

@@ -109,3 +109,27 @@ async def test_messages_after_a_cancel_wait_for_another_receive(pair: Pair) -> N
     await pair.left.send(1, b"later")
     assert await pair.right.recv(1) == b"later"
     assert not got
+
+
+async def test_a_cancel_after_a_message_that_had_arrived_before(pair: Pair) -> None:
+    """It is acted on while the sink is posted; the next one waits all the same."""
+    got: list[bytearray] = []
+
+    def act(message: bytearray) -> bool:
+        got.append(message)
+        return True
+
+    await pair.left.send(1, b"before")
+    await pair.left.send(2, b"behind it")
+    await pair.right.recv(2)
+    serving = asyncio.create_task(each_message(pair.right, 1, act))
+    await turns(2)
+    assert got == [b"before"]
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    await pair.left.send(1, b"later")
+    await pair.left.send(2, b"behind it")
+    await pair.right.recv(2)
+    assert pair.right.unreceived == {1: 1}
+    assert await pair.right.recv(1) == b"later"
