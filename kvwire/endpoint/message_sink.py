@@ -69,16 +69,17 @@ class MessageSink:
         self.posted = None
         if data is None:
             self._end(error)
-        elif not self.over.done():
-            try:
-                goes_on = self._act(data)
-            except Exception as exc:  # noqa: BLE001 - raised where the sink is awaited
-                self._end(exc)
+            return
+        # Also if the wait was cancelled in this turn, or the message would be lost.
+        try:
+            goes_on = self._act(data)
+        except Exception as exc:  # noqa: BLE001 - raised where the sink is awaited
+            self._end(exc)
+        else:
+            if goes_on:
+                self.post()
             else:
-                if goes_on:
-                    self.post()
-                else:
-                    self._end(None)
+                self._end(None)
 
     def _end(self, error: Exception | None) -> None:
         if self.over.done():
@@ -101,8 +102,9 @@ async def each_message(connection: SinkOwner, tag: int, act: MessageAct) -> None
     Raises:
         KVWireError: As for :meth:`Connection.recv`; or what the function raised.
 
-    Cancel safety: safe, later messages wait for another receive; only a large message
-    that is arriving at this moment is dropped.
+    Cancel safety: safe, a message of the same turn is still acted on, and later ones
+    wait for another receive; only a large message that is arriving at this moment is
+    dropped.
     """
     sink = MessageSink(connection, tag, act)
     sink.post()

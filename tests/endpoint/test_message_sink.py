@@ -133,3 +133,25 @@ async def test_a_cancel_after_a_message_that_had_arrived_before(pair: Pair) -> N
     await pair.right.recv(2)
     assert pair.right.unreceived == {1: 1}
     assert await pair.right.recv(1) == b"later"
+
+
+async def test_a_message_that_arrives_in_the_turn_of_a_cancel(pair: Pair) -> None:
+    """It is acted on, as the wait has not ended yet."""
+    got: list[bytearray] = []
+
+    def act(message: bytearray) -> bool:
+        got.append(message)
+        if message == b"first":
+            serving.cancel()
+        return True
+
+    serving = asyncio.create_task(each_message(pair.right, 1, act))
+    await turns(2)
+    pair.left.send(1, b"first")
+    pair.left.send(1, b"second")
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    if got != [b"first", b"second"]:
+        await pair.left.send(2, b"behind it")
+        await pair.right.recv(2)
+        assert pair.right.unreceived == {1: 1}
