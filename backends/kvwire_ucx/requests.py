@@ -309,6 +309,11 @@ class UcxRequests:
             request.handle = 0  # the worker's destruction has freed it
         self.report_ended()
 
+    def forget(self) -> None:
+        """Report no end any more; the memory is kept, since UCX may still touch it."""
+        for request in self._open.values():
+            request.on_done = _ignored
+
     # UCX calls these two functions from inside its own functions. So they must not
     # raise; and they only record the end, since a report could post another request.
 
@@ -319,6 +324,10 @@ class UcxRequests:
         # UCX leaves the length undefined if a receive has failed.
         nbytes = info[0].length if status == OK else 0  # type: ignore[index]
         self.over.append((number, status, nbytes))
+
+
+def _ignored(status: int, nbytes: int) -> None:
+    """Do nothing."""
 
 
 def _ended_twice(status: int, nbytes: int) -> None:

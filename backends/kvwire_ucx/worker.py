@@ -236,6 +236,8 @@ class Worker:
         if not self._loop.is_closed():
             self._loop.remove_reader(self._event_fd)
         self._endpoints.clear()
+        self._on_idle = None
+        self.requests.forget()  # the callbacks refer to the lane's connection
         self.context.keep(self)
 
     def close(self) -> None:
