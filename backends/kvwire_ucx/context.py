@@ -31,10 +31,10 @@ _RDMA_TRANSPORTS: Final = re.compile(r"(rc|ud|dc|srd)(_|$)|gga|efa")
 _RDMA_COMPONENTS: Final = frozenset({"ib", "mlx5", "efa", "gga"})
 
 
-# Each holds queue pairs and their buffers, some MiB.
+# Of the process. Each holds queue pairs and their buffers, some MiB.
 ABANDONED_MAX: Final = 8
 # Contexts with abandoned workers, which call into them for as long as the process runs.
-_kept: Final[set[Context]] = set()
+_kept: Final[set[Context]] = set()  # bounded: ABANDONED_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Context:
         why = no_port_up({device: port_state(device) for device in devices})
         if why:
             raise BackendUnavailable(f"UCX: {why}")
-        if len(self.abandoned) >= ABANDONED_MAX:
+        if sum(len(one.abandoned) for one in tuple(_kept)) >= ABANDONED_MAX:
             raise BackendUnavailable(
                 f"UCX {self.library.version} cannot free {ABANDONED_MAX} lanes that no "
                 "peer has answered, so it gets no more; use UCX 1.15 or newer, or "
