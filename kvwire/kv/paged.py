@@ -10,6 +10,7 @@ cut and named.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeAlias, TypeVar, Unpack
 
 import numpy as np
@@ -184,8 +185,10 @@ def computed_once(cache: PagedCache, key: object, compute: Callable[[], T]) -> T
     found: T | None = known.get(key)
     if found is None:
         found = compute()
-        if len(known) >= limits.KV_TEMPLATES_MAX:
-            del known[next(iter(known))]
+        while len(known) >= limits.KV_TEMPLATES_MAX:
+            # Another thread, with its own loop, may add or drop one at this moment.
+            with suppress(KeyError, RuntimeError):
+                del known[next(iter(known))]
         known[key] = found  # bounded: KV_TEMPLATES_MAX
     return found
 

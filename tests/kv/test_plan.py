@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -219,6 +221,25 @@ def test_transfers_of_many_sizes_share_their_templates() -> None:
         for _ in range(2)
     )
     assert all(one is other for one, other in zip(firsts, seconds, strict=True))
+
+
+def test_what_is_kept_while_several_threads_use_a_cache() -> None:
+    """Each of them may drop the oldest result, and none of them fails for it."""
+    here = Store(replace(SPEC4, layers=3), 16, LAYOUTS["NHD"]).cache()
+
+    def use(thread: int) -> int:
+        numbers = range(8 * limits.KV_TEMPLATES_MAX)
+        found = (computed_once(here, (thread, n), partial(int, n)) for n in numbers)
+        return sum(map(int.__eq__, found, numbers))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            right = list(threads.map(use, range(4)))
+    finally:
+        sys.setswitchinterval(before)
+    assert right == [8 * limits.KV_TEMPLATES_MAX] * 4
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
