@@ -61,5 +61,8 @@ class CodecThreads:
             self._closed = True
             pool = self._pool
         if pool is not None:
-            await asyncio.to_thread(pool.shutdown)
+            try:
+                await asyncio.to_thread(pool.shutdown)
+            except (RuntimeError, OSError):  # no thread can be started
+                pool.shutdown()
         self.devices.close()
