@@ -9,6 +9,7 @@ other tasks in between.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Final, NamedTuple, Protocol
@@ -23,6 +24,7 @@ from kvwire.errors import (
     KVWireError,
     RequestCancelled,
     StaleRegion,
+    error_text,
 )
 from kvwire.kv.blocks import Bits, BlockLists, Ids
 from kvwire.kv.outcome import Outcome, nothing_landed
@@ -36,6 +38,8 @@ from kvwire.windows.opened import OpenedWindow
 from kvwire.windows.ticket import Ticket
 from kvwire.windows.view import BlockResults, WindowView
 from kvwire.wire.control import WindowGot
+
+logger: logging.Logger = logging.getLogger("kvwire.windows")
 
 # The overhead of a read, as the bytes that could be copied in that time.
 _READ_BYTES: Final = 256 * KIB
@@ -191,13 +195,15 @@ class Reading:
             opened.drop_reader()
             return self.begin(opened, self._queue)
         assert isinstance(landed, np.ndarray)
-        self.over = True
         if landed.all():
             wire_s = self._loop.time() - self._begun_at
             nbytes = landed.size * view.block_bytes[0]
-            return view.whole(self.named, self.lists, nbytes, wire_s)
-        self._known().note(np.arange(landed.size), landed, _WITHDRAWN)
-        return self.outcome()
+            outcome = view.whole(self.named, self.lists, nbytes, wire_s)
+        else:
+            self._known().note(np.arange(landed.size), landed, _WITHDRAWN)
+            outcome = self.outcome()
+        self.over = True
+        return outcome
 
     def _in_turn(self, reader: WindowReader) -> None:
         """Read in the turn that has room, unless the read has ended meanwhile."""
@@ -216,9 +222,16 @@ class Reading:
         except KVWireError as exc:
             opened.lost(reader, exc)
             self.fail_rest(f"gone: {exc}")
+        except Exception as exc:  # noqa: BLE001 - no caller is left to get it
+            self._broken(exc)
         else:
             if outcome is not None:
                 self.complete(outcome)
+
+    def _broken(self, error: Exception) -> None:
+        """End a read that memory is lacking for, or that a bug has stopped."""
+        logger.error("a read from a window failed", exc_info=error)
+        self.fail_rest(error_text(error))
 
     def _batch(
         self, opened: OpenedWindow, view: WindowView, index: int, part: slice
@@ -274,6 +287,8 @@ class Reading:
                 self.fail_rest(f"gone: {exc}")
             elif not self.over:
                 self._queue.add(self)
+        except Exception as exc:  # noqa: BLE001 - no caller is left to get it
+            self._broken(exc)
         else:
             self._end_if_done()
 

@@ -27,7 +27,7 @@ from kvwire.windows.window import WINDOWS_MAX
 from kvwire_certify.conformance.rig import open_descriptors
 from kvwire_certify.oracle import content
 from tests.support.caches import STORED, Filled
-from tests.support.pairs import Pair, connected
+from tests.support.pairs import Pair, connected, turns
 
 SOURCE = Filled(seed=1)
 
@@ -386,6 +386,26 @@ async def test_gets_that_wait_for_their_turn_are_cancelled_late_or_withdrawn() -
         for get in (cancelled, late, stale):
             await get.released()
         assert not any(targets[0] + targets[1])
+
+
+@arenas
+@pytest.mark.parametrize("blocks", [1, 16])
+async def test_a_read_without_memory_ends(
+    blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waits for its turn, or takes several: no caller is left for an error."""
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for it")
+
+    async with mapped(1 << 18) as (_, window, remote):
+        ticket = window.offer(range(blocks))
+        gets = [remote.get(ticket, into=bytearray(blocks << 18)) for _ in range(8)]
+        monkeypatch.setattr("kvwire_local.windows.LocalWindowReader.read", fail)
+        await turns(50)
+        assert gets[-1].done()
+        assert gets[-1].result().missing.reasons == ("no memory for it",)
+        await gets[-1].released()
 
 
 @arenas
