@@ -497,6 +497,7 @@ class BlockStore(StoreManagement):
                 _settle(over, work.end())
                 return
         except Exception as exc:  # noqa: BLE001 - the caller's await raises it
+            work.drained.set()
             over.set_exception(exc)
             return
         task = start_task(work.run())
@@ -505,7 +506,10 @@ class BlockStore(StoreManagement):
     def _asked(self, work: GetOperation, over: asyncio.Future[Any]) -> None:
         """End a get whose blocks came in an answer, or continue it in a task."""
         if work.is_over:
-            _settle(over, work.end())
+            try:
+                _settle(over, work.end())
+            except Exception as exc:  # noqa: BLE001 - the caller's await raises it
+                over.set_exception(exc)
         else:
             task = start_task(work.run())
             task.add_done_callback(lambda _: _pass_on(task, over))

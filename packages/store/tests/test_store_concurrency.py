@@ -381,3 +381,25 @@ async def test_a_burst_of_gets_copies_a_little_in_each_turn() -> None:
     assert all(get.is_drained for get in (*gets, absent))
     for target in targets:
         assert np.array_equal(source.tokens([0]), target.tokens([0]))
+
+
+async def test_gets_without_memory_in_their_turn_are_over_and_drain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for it")
+
+    spec = replace(SPEC, layers=16, block_tokens=16, kv_heads=8, head_dim=8)
+    source = Filled(1, spec=spec, seed=1)
+    targets = [Filled(1, spec=spec) for _ in range(8)]
+    async with BlockStore.open(["memory:16MiB"]) as store:
+        assert (await store.put(chain(1), source.cache, [0])).complete
+        gets = [store.get(chain(1), one.cache, [0]) for one in targets]
+        monkeypatch.setattr("kvwire_store.operations.base.copy", fail)
+        ends = [get.outcome for get in gets if get.done()]
+        assert all(end is not None and end.complete for end in ends)
+        for get in gets[len(ends) :]:
+            with pytest.raises(MemoryError):
+                await get
+    assert len(ends) < len(gets)
+    assert all(get.is_drained for get in gets)

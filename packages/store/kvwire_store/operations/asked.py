@@ -7,6 +7,7 @@ been woken, as far as there is room without waiting.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -19,6 +20,8 @@ from kvwire_store.namespace import UNKNOWN
 from kvwire_store.operations.group_request import BlockRequest
 from kvwire_store.tier_stack import TierStack
 from kvwire_store.tiers.base import LANDED, Batch, BlockResults, Tier
+
+logger: logging.Logger = logging.getLogger("kvwire.store")
 
 # More blocks than these requests bring come faster as one message.
 _ASKS_MAX: Final = 4
@@ -136,10 +139,16 @@ class AskedBlocks:
 
         def answered(results: BlockResults | None, line: memoryview) -> None:
             self._waiting -= 1
-            if results is None:
-                self.rest.append(positions)
-            else:
-                self._arrived(part, positions, results, line)
+            known = len(self.rest)
+            try:
+                if results is None:
+                    self.rest.append(positions)
+                else:
+                    self._arrived(part, positions, results, line)
+            except Exception:
+                # Lack of memory, or a bug, ends no other call of this client.
+                logger.exception("the blocks of an answer are requested again")
+                self.rest[known:] = [positions]
             if not self._waiting:
                 self._asked()
 
