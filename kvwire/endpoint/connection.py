@@ -83,6 +83,8 @@ _RECV: Final = RequestKind.RECV
 _PUT: Final = RequestKind.PUT
 _GET: Final = RequestKind.GET
 _SERVE_READ: Final = RequestKind.SERVE_READ
+# Of messages that are sent while an event is handled; others are announced.
+_FRAMES_MAX: Final = LINK_QUEUE_BYTES // EAGER_BYTES_MAX
 # The reason for waiting, until bytes move.
 _MESSAGES: Final = {_SEND: "the peer to receive it", _RECV: "a message"}
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
@@ -632,9 +634,12 @@ class Connection(AsyncWith):
     def _sent_at_once(self, tag: int, payload: Payload) -> bool:
         """Send a small message if credit and link allow; return whether it was sent."""
         driver = self._driver
-        # Not while the link is full, so that messages cannot make its queue too long.
-        if driver.link.queued_bytes >= LINK_QUEUE_BYTES or not isinstance(
-            payload, memoryview
+        # Not while the link is full, so that messages cannot make its queue too long;
+        # nor behind as many frames as may fill it.
+        if (
+            driver.link.queued_bytes >= LINK_QUEUE_BYTES
+            or len(self._outbox.frames) >= _FRAMES_MAX
+            or not isinstance(payload, memoryview)
         ):
             return False
         nbytes = payload.nbytes
@@ -649,7 +654,7 @@ class Connection(AsyncWith):
                 body = whole  # it cannot change
             else:
                 body = payload.tobytes()
-            self._outbox.frames.append((header, body))  # bounded: EAGER_WINDOW_BYTES
+            self._outbox.frames.append((header, body))  # bounded: _FRAMES_MAX
             return True
         link = driver.link
         if not link.send_now(header, payload if nbytes else None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ import kvwire
 from kvwire.limits import EAGER_BYTES
 from kvwire.spi import each_message
 from kvwire_certify.oracle import content
-from tests.support.pairs import Pair, turns
+from tests.support.pairs import Pair, connected, turns
 
 SMALL = 64
 LARGE = 4 * EAGER_BYTES
@@ -155,3 +156,24 @@ async def test_a_message_that_arrives_in_the_turn_of_a_cancel(pair: Pair) -> Non
         await pair.left.send(2, b"behind it")
         await pair.right.recv(2)
         assert pair.right.unreceived == {1: 1}
+
+
+async def test_a_callback_that_sends_more_than_the_link_takes() -> None:
+    """The rest is announced: a peer that has room for all is not taken for stuck."""
+    count = 1000
+
+    def act(message: bytearray) -> bool:
+        for number in range(count):
+            pair.right.send(2, content(EAGER_BYTES, number))
+        return True
+
+    room: dict[str, Any] = {
+        "window_bytes": 2 * count * EAGER_BYTES,
+        "window_messages": 2 * count,
+    }
+    async with connected("tcp", **room) as pair:
+        serving = asyncio.create_task(each_message(pair.right, 1, act))
+        await pair.left.send(1, b"all of it")
+        for number in range(count):
+            assert await pair.left.recv(2) == content(EAGER_BYTES, number)
+        serving.cancel()
