@@ -160,8 +160,6 @@ class AskedBlocks:
         landed = (results == LANDED).nonzero()[0]
         nbytes = self._request.namespace.image_bytes
         images = images_in(np.frombuffer(line, np.uint8), nbytes, landed.size)
-        if landed.size < positions.size:
-            self.rest.append(positions[results != LANDED])
         assert part.kept is not None
         came = Batch(
             part.keys[landed],
@@ -171,5 +169,7 @@ class AskedBlocks:
             kept=part.kept[landed],
         )
         self._took(positions, results, came)
+        if landed.size < positions.size:
+            self.rest.append(positions[results != LANDED])
         if landed.size and self._keeps:
             self._came.append(came)

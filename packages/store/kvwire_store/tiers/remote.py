@@ -419,7 +419,7 @@ class RemoteTier(Tier):
                     raise found
                 done = active.checked(found, StoreDone)
                 results = self._came(active, nbytes, batch, done)
-            except KVWireError as exc:
+            except Exception as exc:  # noqa: BLE001 - a read reports it, where it lasts
                 self.error = error_text(exc)
                 asked(None, _NOTHING)
                 return

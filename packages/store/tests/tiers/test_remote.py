@@ -312,6 +312,28 @@ async def test_a_small_get_of_blocks_that_are_there_in_part(by_tcp: None) -> Non
         assert store.counters.missed_blocks == 2
 
 
+async def test_an_answer_that_finds_no_memory_is_asked_for_again(
+    by_tcp: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The get ends, and so does the close, which waits for it."""
+    source, target = Filled(8, LARGE, seed=1), Filled(8, LARGE)
+
+    def fail(*_: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    async with asking("memory:16MiB") as (served, store):
+        assert (await served.put(chain(3), source.cache, range(3))).complete
+        monkeypatch.setattr("kvwire_store.operations.get.copy", fail)
+        async with asyncio.timeout(60):
+            outcome = await store.get(chain(4), target.cache, range(4))
+        assert outcome.landed.ids().tolist() == [0, 1, 2]
+        assert same(target, [0, 1, 2], source, [0, 1, 2])
+        assert tier_of(store, RemoteTier).connected
+        assert not len(inside.tiers(store).memory.in_flight)
+        assert inside.tiers(store).memory.index.pinned == 0
+
+
 @pytest.mark.parametrize("count", [2, 4, 5])
 @pytest.mark.parametrize("memory", [("memory:16MiB",), ()])
 async def test_a_get_of_several_answers(
