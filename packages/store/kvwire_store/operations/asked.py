@@ -16,6 +16,7 @@ import numpy as np
 from kvwire.kv.blocks import Ids, any_of
 from kvwire.memory.copy import copy
 from kvwire_store.images import images_in
+from kvwire_store.limits import STORE_KEYS_MAX
 from kvwire_store.namespace import UNKNOWN
 from kvwire_store.operations.group_request import BlockRequest
 from kvwire_store.tier_stack import TierStack
@@ -71,7 +72,7 @@ class AskedBlocks:
         request = self._request
         keys = request.keys
         nbytes = request.namespace.image_bytes
-        step = tier.asks_bytes // nbytes
+        step = min(tier.asks_bytes // nbytes, STORE_KEYS_MAX)
         count = -(-keys.size // step) if step else 0
         busy = memory.in_flight.ends
         if (

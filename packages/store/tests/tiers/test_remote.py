@@ -17,7 +17,7 @@ import kvwire
 from kvwire import KVSpec, UsageError
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store.keys import Keys, as_keys
-from kvwire_store.limits import STORE_UNASKED_BYTES
+from kvwire_store.limits import STORE_KEYS_MAX, STORE_UNASKED_BYTES
 from kvwire_store.server import messages
 from kvwire_store.tiers.remote import RemoteTier
 from packages.store.tests.contract import in_memory, tier_of
@@ -356,6 +356,20 @@ async def test_a_get_of_several_answers(
         assert in_memory(store, chain(1)) == [bool(memory) or count > 4]
         assert not len(tiers.memory.in_flight)
         assert tiers.memory.index.pinned == 0
+
+
+async def test_a_small_get_of_more_blocks_than_a_request_names(by_tcp: None) -> None:
+    """Their bytes fit one answer; their keys do not fit one request."""
+    spec = KVSpec(layers=1, kv_heads=1, head_dim=8, block_tokens=1, dtype="uint8")
+    count = STORE_KEYS_MAX + 1
+    source, target = Filled(count, spec, seed=1), Filled(count, spec)
+    async with asking() as (served, store):
+        await served.put(chain(count), source.cache, range(count))
+        outcome = await store.get(chain(count), target.cache, range(count))
+        # The served memory has room for no more.
+        here = outcome.landed.ids().tolist()
+        assert here == [*range(STORE_KEYS_MAX)]
+        assert same(target, here, source, here)
 
 
 async def test_gets_of_several_answers_that_share_a_clients_requests(
