@@ -196,16 +196,18 @@ class ActiveConnection:
         if self._posted >= self._may_post:
             return False
         self._posted += 1
+        waits = True
 
         def over(found: NumberedReply | KVWireError) -> None:
             self._posted -= 1
-            answered(found)
+            if waits:
+                answered(found)
 
         if succeeded(self._send(request, over)):
             return True
-        # It may still be sent, and its answer is then dropped.
-        self._posted -= 1
-        self._forget(request.number)
+        # It may still be sent, and is then open at the server. So it counts until its
+        # answer has come, which is dropped.
+        waits = False
         return False
 
     def _send(

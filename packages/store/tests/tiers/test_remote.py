@@ -19,6 +19,7 @@ from kvwire_store import BlockStore, StoreServer
 from kvwire_store.keys import Keys, as_keys
 from kvwire_store.limits import STORE_KEYS_MAX, STORE_UNASKED_BYTES
 from kvwire_store.server import messages
+from kvwire_store.tiers.base import MISSING
 from kvwire_store.tiers.remote import RemoteTier
 from packages.store.tests.contract import in_memory, tier_of
 from packages.store.tests.files import Faults, disk, store_on
@@ -475,6 +476,45 @@ async def test_more_small_gets_than_a_client_may_have_open(by_tcp: None) -> None
         ]
         assert all([(await get).complete for get in gets])
         assert same(target, [*range(256)], source, [*range(256)])
+
+
+async def test_no_more_requests_are_open_than_a_server_allows(by_tcp: None) -> None:
+    """Also while it takes none: those that wait to be sent count as open."""
+    spec = KVSpec(layers=1, kv_heads=1, head_dim=8, block_tokens=1, dtype="uint8")
+    count, target = 1000, Filled(1000, spec)
+    # The open requests at each moment.
+    seen: list[int] = []
+
+    async def answer_in_pauses(connection: kvwire.Connection) -> None:
+        asked: list[messages.Get] = []
+        while True:
+            try:
+                raw = await connection.recv(messages.TAG, deadline=0.05)
+            except kvwire.DeadlineExceeded:
+                for get in asked:
+                    done = messages.StoreDone(get.number, bytes([MISSING]) * count)
+                    await connection.send(messages.TAG, messages.encode(done))
+                asked.clear()
+            except kvwire.KVWireError:
+                return
+            else:
+                request = messages.decode_request(raw)
+                if isinstance(request, messages.Get):
+                    asked.append(request)
+                    seen.append(len(asked))
+
+    welcome = messages.Welcome(1, requests=4, berths=4, berth_bytes=1 << 20)
+    async with (
+        lying(welcome, answer_in_pauses) as where,
+        BlockStore.open([where]) as store,
+    ):
+        gets = [
+            store.get(chain(count, str(number)), target.cache, range(count))
+            for number in range(60)
+        ]
+        for get in gets:
+            assert not (await get).landed
+    assert 1 <= max(seen) <= 4
 
 
 # More than is put without a question.
