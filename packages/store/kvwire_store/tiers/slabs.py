@@ -113,9 +113,9 @@ class Slabs:
             return ""
         share = f"blocks of {nbytes} bytes can use {used / self.slab_bytes:.1%} of it"
         reasons = []
-        if size >= 2 * nbytes:
+        if size >= 2 * nbytes or count < self.stride:
             reasons.append(f"each takes {size} bytes")
-        if 2 * count * size <= self.slab_bytes:
+        if 2 * count * size <= self.slab_bytes or not reasons:
             reasons.append(
                 f"a slab of {in_bytes(self.slab_bytes)} has at most {self.stride} "
                 f"blocks; open it with ?slab={count * size // KIB}KiB"

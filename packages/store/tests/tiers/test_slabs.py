@@ -103,3 +103,11 @@ def test_blocks_smaller_than_a_page_are_told_what_they_take() -> None:
     assert "can use 50.0% of it" in said
     assert "?slab" not in said
     assert not Slabs(16, 4 * MIB).news_of(3 * KIB)
+
+
+def test_blocks_that_waste_a_little_twice_are_told_why() -> None:
+    """Each takes less than twice its bytes, and they fill more than half of a slab."""
+    said = Slabs(16, 24 * MIB).news_of(2560)
+    assert "can use 41.7% of it, since a slab of 24 MiB has at most 4096 blocks" in said
+    said = Slabs(16, 12 * KIB).news_of(5000)
+    assert said.endswith("can use 40.7% of it, since each takes 8192 bytes")
