@@ -86,12 +86,20 @@ _CREDENTIALS_AT: Final = (
     "fd00:ec2::254",
     "sts.amazonaws.com",
 )
-# Variables with another such address.
+# Variables, and options of the address, with another such address.
 _NAMED_AT: Final = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_ENDPOINT_URL_STS",
     "AWS_METADATA_ENDPOINT",
 )
+_NAMED_BY: Final = (
+    "aws_endpoint_url_sts",
+    "aws_metadata_endpoint",
+    "endpoint_url_sts",
+    "metadata_endpoint",
+)
+# The region of a role's credentials, if none is named.
+_REGION: Final = "us-east-1"
 _SECRETS: Final = ("secret", "key", "token", "password", "credential", "sas")
 
 
@@ -458,8 +466,11 @@ def _only_to(url: str, settings: Mapping[str, str]) -> dict[str, str]:
     given = {name.lower(): value for name, value in settings.items()}
     regions = [given.get(name, "") for name in ("aws_region", "region")]
     regions += [os.environ.get(name, "") for name in _REGIONS]
+    regions = [one or _REGION for one in regions]
     hosts = {host, *_CREDENTIALS_AT, *(f"sts.{one}.amazonaws.com" for one in regions)}
-    hosts |= {urlsplit(os.environ.get(name, "")).hostname or "" for name in _NAMED_AT}
+    named_at = [os.environ.get(name, "") for name in _NAMED_AT]
+    named_at += [given.get(name, "") for name in _NAMED_BY]
+    hosts |= {urlsplit(one).hostname or "" for one in named_at}
     return {
         "proxy_url": f"http://{NO_PROXY_AT}",
         "proxy_excludes": ",".join(sorted(filter(None, hosts))),

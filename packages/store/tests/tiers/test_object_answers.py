@@ -13,9 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import obstore.store
 from aiohttp import web
+from obstore.exceptions import BaseError
 
 from kvwire.limits import REASON_CHARS_MAX
 from kvwire_store import BlockStore
+from kvwire_store.address import TierAddress
+from kvwire_store.tiers.object import bucket_of
 from kvwire_store.tiers.object_answers import is_no_object, words_of
 from tests.support.caches import Filled, chain
 from tests.support.logs import warned
@@ -170,6 +173,32 @@ async def test_an_object_that_is_elsewhere_is_not_followed_there(
                 await store.delete(chain(1), source)
     assert sends.asked[1:]
     assert not other.asked
+
+
+def test_a_role_without_a_region_gets_its_credentials_where_obstore_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    where = TierAddress.parse("object:s3://bucket/kv?endpoint=http://127.0.0.1:1")
+    reached = bucket_of(where, 2.0).client_options["proxy_excludes"].split(",")
+    assert "sts.us-east-1.amazonaws.com" in reached
+
+
+async def test_a_server_of_credentials_that_the_address_names_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may be another host than the objects'."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    gives, store = Answering(403, ""), Answering(404, "")
+    async with gives.serving() as at, store.serving() as url:
+        where = at.replace("127.0.0.1", "localhost")
+        where = f"{tier(url)}&metadata_endpoint={where}"
+        bucket = bucket_of(TierAddress.parse(where), 20.0)
+        with pytest.raises(BaseError):
+            await obstore.put_async(bucket, "one", b"")
+    assert gives.asked
 
 
 @pytest.mark.parametrize(
