@@ -116,7 +116,11 @@ class AskedBlocks:
                 if not keys.size:
                     return
                 here = part.images.slice(0, keys.size * nbytes)
-                copy(here, memory.images(taken, nbytes))
+                try:
+                    copy(here, memory.images(taken, nbytes))
+                except BaseException:
+                    memory.give_back(taken)
+                    raise
                 assert part.kept is not None
                 memory.below[taken] = part.kept[: keys.size]
                 born = None if part.born is None else part.born[: keys.size]

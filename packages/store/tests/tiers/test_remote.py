@@ -335,6 +335,30 @@ async def test_an_answer_that_finds_no_memory_is_asked_for_again(
         assert inside.tiers(store).memory.index.pinned == 0
 
 
+async def test_blocks_that_memory_cannot_copy_leave_no_slot_taken(
+    by_tcp: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller has them already."""
+    source, target = Filled(8, seed=1), Filled(8)
+    failed: list[object] = []
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    async with asking("memory:16MiB") as (served, store):
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: failed.append(context["exception"])
+        )
+        assert (await served.put(chain(3), source.cache, range(3))).complete
+        monkeypatch.setattr("kvwire_store.operations.asked.copy", fail)
+        assert (await store.get(chain(3), target.cache, range(3))).complete
+        assert same(target, [0, 1, 2], source, [0, 1, 2])
+        await until(lambda: failed)
+        memory = inside.tiers(store).memory
+        assert not len(memory.in_flight)
+        assert not memory.index.slabs.used_bytes
+
+
 @pytest.mark.parametrize("count", [2, 4, 5])
 @pytest.mark.parametrize("memory", [("memory:16MiB",), ()])
 async def test_a_get_of_several_answers(
