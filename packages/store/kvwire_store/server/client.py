@@ -272,6 +272,12 @@ class ActiveConnection:
             lost = True
             why = str(exc)
             raise
+        except Exception as exc:
+            # The next connection may do better; nothing else would dial it.
+            lost = True
+            why = f"an answer could not be handled here: {error_text(exc)}"
+            logger.exception("store client: an answer could not be handled")
+            raise ConnectionLost(why) from None
         except GeneratorExit:  # the loop was dropped, with everything that waits
             lives = False
             raise

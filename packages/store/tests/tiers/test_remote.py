@@ -335,6 +335,25 @@ async def test_an_answer_that_finds_no_memory_is_asked_for_again(
         assert inside.tiers(store).memory.index.pinned == 0
 
 
+async def test_an_answer_that_cannot_be_handled_costs_one_connection(
+    by_tcp: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, target = Filled(8, seed=1), Filled(8)
+
+    def fail(_: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError
+
+    async with asking() as (served, store):
+        assert (await served.put(chain(1), source.cache, [0])).complete
+        monkeypatch.setattr("kvwire_store.server.client.decode_reply", fail)
+        outcome = await store.get(chain(1), target.cache, [0])
+        assert "could not be handled here" in outcome.missing["kv", 0]
+        assert "MemoryError" in caplog.text
+        await until(lambda: tier_of(store, RemoteTier).connected)
+        assert (await store.get(chain(1), target.cache, [0])).complete
+
+
 async def test_blocks_that_memory_cannot_copy_leave_no_slot_taken(
     by_tcp: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
