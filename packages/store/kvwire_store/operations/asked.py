@@ -90,7 +90,11 @@ class AskedBlocks:
         positions = np.arange(keys.size)
         for first in range(0, keys.size, step):
             part = positions[first : first + step]
-            if not self._begin_part(tier, part):
+            try:
+                begun = self._begin_part(tier, part)
+            except Exception:  # noqa: BLE001 - the long way raises it, where it lasts
+                begun = False
+            if not begun:
                 if not first:
                     self.keep()
                     return False

@@ -203,7 +203,13 @@ class ActiveConnection:
             if waits:
                 answered(found)
 
-        if succeeded(self._send(request, over)):
+        try:
+            sent = self._send(request, over)
+        except BaseException:
+            self._posted -= 1
+            self._forget(request.number)
+            raise
+        if succeeded(sent):
             return True
         # It may still be sent, and is then open at the server. So it counts until its
         # answer has come, which is dropped.

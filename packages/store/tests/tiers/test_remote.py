@@ -354,6 +354,34 @@ async def test_an_answer_that_cannot_be_handled_costs_one_connection(
         assert (await store.get(chain(1), target.cache, [0])).complete
 
 
+@pytest.mark.parametrize("count", [1, 2])
+async def test_a_small_get_finds_no_memory_for_a_request(
+    by_tcp: None, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """It waits for the answers of its other requests before it ends."""
+    source, target = Filled(8, LARGE, seed=1), Filled(8, LARGE)
+    asked: list[messages.ClientMessage] = []
+
+    def fail(message: messages.ClientMessage) -> bytes:
+        asked.append(message)
+        if len(asked) < count:
+            return messages.encode(message)
+        monkeypatch.undo()
+        raise MemoryError
+
+    async with asking("memory:16MiB") as (served, store):
+        assert (await served.put(chain(3), source.cache, range(3))).complete
+        monkeypatch.setattr("kvwire_store.server.client.encode", fail)
+        get = store.get(chain(3), target.cache, range(3))
+        assert (await get).complete
+        assert get.is_drained
+        assert len(asked) == count
+        assert same(target, [0, 1, 2], source, [0, 1, 2])
+        await turns(20)
+        assert not len(inside.tiers(store).memory.in_flight)
+        assert inside.tiers(store).memory.index.pinned == 0
+
+
 async def test_blocks_that_memory_cannot_copy_leave_no_slot_taken(
     by_tcp: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
