@@ -509,6 +509,7 @@ class BlockStore(StoreManagement):
             try:
                 _settle(over, work.end())
             except Exception as exc:  # noqa: BLE001 - the caller's await raises it
+                work.drained.set()
                 over.set_exception(exc)
         else:
             task = start_task(work.run())

@@ -23,7 +23,7 @@ CEILINGS: Final = {
     "forwarders": 115,
     "callbacks": 102,
     "backoffs": 3,
-    "patches in tests": 287,
+    "patches in tests": 293,
     "private names in tests": 405,
 }
 

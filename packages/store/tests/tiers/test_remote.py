@@ -514,29 +514,6 @@ async def test_an_answer_that_comes_too_late_touches_nothing(by_tcp: None) -> No
         assert not any(tensor.any() for tensor in target.tensors)
 
 
-async def test_a_small_get_without_memory_for_its_answer(
-    by_tcp: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It asks again, and the client goes on: no call waits for ever."""
-    source, target = Filled(8, seed=1), Filled(8)
-    async with asking("memory:16MiB") as (served, store):
-        assert (await served.put(chain(4), source.cache, range(4))).complete
-        with monkeypatch.context() as patch:
-
-            def fail(*_: object) -> None:
-                patch.undo()
-                raise MemoryError("no memory for it")
-
-            patch.setattr("kvwire_store.operations.get.copy", fail)
-            get = store.get(chain(2), target.cache, [0, 1])
-            await until(get.done)
-        assert (await get).complete
-        await get.drained()
-        assert (await store.get(chain(4), target.cache, range(4))).complete
-        assert same(target, [*range(4)], source, [*range(4)])
-        assert not len(inside.tiers(store).memory.in_flight)
-
-
 async def test_more_small_gets_than_a_client_may_have_open(by_tcp: None) -> None:
     source, target = Filled(256, seed=1), Filled(256)
     async with asking() as (served, store):
