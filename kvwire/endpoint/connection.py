@@ -654,7 +654,7 @@ class Connection(AsyncWith):
                 body = whole  # it cannot change
             else:
                 body = payload.tobytes()
-            self._outbox.frames.append((header, body))  # bounded: _FRAMES_MAX
+            self._outbox.frames.append((header, body))  # bounded: LINK_QUEUE_BYTES
             return True
         link = driver.link
         if not link.send_now(header, payload if nbytes else None):
