@@ -36,7 +36,7 @@ _WINDOWS: Final = [n for n, w in works().items() if w.verb == GET and w.layers]
 # complete in the loop's next turn, so that other tasks have theirs.
 IN_PLACE: Final = 34
 # So many calls more copy the pieces of an operation where nothing is compiled.
-_NOT_COMPILED: Final = 20
+_NOT_COMPILED: Final = 22
 # A ping, and a wake-up more or less.
 _MARGIN: Final = 1.03
 # A busy machine adds wake-ups, and takes none away: the least of some runs counts.
