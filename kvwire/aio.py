@@ -437,6 +437,7 @@ class TurnBudget:
 
     def spend(self, nbytes: int) -> bool:
         """Count the bytes of a call, if there is room for them; return whether."""
+        # As has_room, written out: a call less in each get in place.
         if self._queue or (self._spent and self._spent + nbytes > self._nbytes):
             return False
         if not self._spent:

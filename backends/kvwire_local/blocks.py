@@ -280,7 +280,7 @@ class ProcessBlocks(WindowBlocks):
     def _read_chosen(
         self, template: WindowTemplate, batch: BlockRead, chosen: Bits
     ) -> bool:
-        """Read the chosen blocks; those that have landed remain chosen.
+        """Read the chosen blocks; blocks that have landed remain chosen.
 
         Returns False if some of the memory does not exist.
         """

@@ -226,7 +226,7 @@ class Worker:
         self.wake()
 
     def abandon(self) -> None:
-        """Leave the worker as it is, and its context: what it holds is never freed.
+        """Leave the worker and its context as they are; their memory is never freed.
 
         Only without operations that reach memory of others.
         """

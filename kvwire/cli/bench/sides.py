@@ -152,7 +152,7 @@ class Left:
             yield [grant[at : at + work.nbytes] for at in starts]
 
     async def move(self, work: Work, reach: _Reach) -> Seconds:
-        """Time each operation, or all of those in flight together."""
+        """Time each operation, or all in-flight operations together."""
         if work.verb == READY:
             return await self._mark_layers(work)
         if work.verb == CONNECT:
