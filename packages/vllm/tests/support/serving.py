@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from tests.support.servers import free_port
+from tests.support.waiting import eventually
 
 NEEDS_VLLM = pytest.mark.skipif(
     importlib.util.find_spec("vllm") is None,
@@ -234,7 +235,15 @@ def metric_of(text: str, name: str, label: str = "") -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if label in line)
 
 
+@dataclass
 class Front(Process):
+    named: int = 0  # engines that its command names
+
+    def wait(self) -> None:
+        """Wait for each engine it names: one alone would answer without a transfer."""
+        super().wait()
+        assert eventually(lambda: len(self.engines("up")) >= self.named)
+
     def engines(self, gauge: str) -> set[str]:
         text = httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
         return engines_of(text, gauge)
@@ -250,7 +259,9 @@ def front(folder: Path, *arguments: str) -> Front:
     port = free_port()
     command = [sys.executable, "-m", "kvwire_vllm.proxy"]
     command += ["--port", str(port), *arguments]
-    return Front(command, folder / "proxy.log", f"http://127.0.0.1:{port}")
+    url = f"http://127.0.0.1:{port}"
+    named = sum(one.startswith(("--prefill", "--decode")) for one in arguments)
+    return Front(command, folder / "proxy.log", url, named=named)
 
 
 def before(
