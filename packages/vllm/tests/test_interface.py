@@ -24,7 +24,6 @@ from packages.vllm.tests.programs.interface import (
     recorded,
 )
 from packages.vllm.tests.support.uses import used
-from tests.support.tree import ROOT
 
 RELEASES = recorded()
 _ROOM = Path(kvwire_vllm.__file__).parent
