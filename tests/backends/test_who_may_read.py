@@ -194,7 +194,7 @@ async def test_arrays(peer: Peer, *_: object) -> bool:
 # Rows in which neither users nor the setting count, and the tests that try them.
 ELSEWHERE = {
     "identifiers of communicators": "kvwire_nccl/test_lane",
-    "grants": "fault/test_tenants",
+    "grants": "proto/test_regions",
     "tickets": "windows/test_windows",
     "windows of a store": "test_server_tenants",
 }

@@ -1,6 +1,6 @@
 """No access outside a grant: every edge of every number, in every state (goal S5).
 
-``tests/programs/fuzz/targets/grants.py`` compares any calls in any order with a model.
+The simulator uses grants of other connections, and old ones, in any order.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
 """Races and faults that have happened in the field, each with the report of it.
 
-The tests run over ``inproc`` in virtual time, and over TCP. Reports are issues and pull
+The tests here run over ``inproc`` in virtual time, and over TCP. Reports are issues and pull
 requests of the projects on GitHub. (Scenario R11 is not goal R11 of
 docs/topics/reliability.md.)
 
-``test_endings.py``:
-* R01 receiver aborts while a write is in flight (SGLang #35049)
-* R02 one of several consumers fails while the others run (vLLM #56104)
-* R03 lease expires and the receiver comes late (vLLM #21570)
-* R04 receiver is slow but alive
-* R05 receiver rejects before admission (vLLM #41269)
-* R06 sender cannot post a planned write (vLLM #50754)
-* R07 completion message is lost (TensorRT-LLM #17665)
-* R08 sender fails before the receiver registers (SGLang #30329)
-* R09 peer dies during the handshake (vLLM #26171)
-* R10 peer dies during a transfer (vLLM #28120)
+``tests/transfers`` and ``tests/fault``:
+* R01 receiver aborts while a write is in flight (SGLang #35049), ``test_machine``
+* R02 one of several consumers fails while the others run (vLLM #56104),
+  ``test_outgoing``
+* R03 lease expires and the receiver comes late (vLLM #21570), ``test_registry``
+* R04 receiver is slow but alive, ``test_transfer``
+* R05 receiver rejects before admission (vLLM #41269), ``test_registry``
+* R06 sender cannot post a planned write (vLLM #50754), ``test_incoming``
+* R07 completion message is lost (TensorRT-LLM #17665), ``test_last_word``
+* R08 sender fails before the receiver registers (SGLang #30329), ``test_registry``
+* R09 peer dies during the handshake (vLLM #26171), ``test_handshake_cuts``
+* R10 peer dies during a transfer (vLLM #28120), ``test_kill``
 
 ``test_peers.py``:
 * R11 peer restarts on the same address (vLLM #50047)

@@ -95,6 +95,10 @@ async def test_who_comes_too_late_hears_what_ended_it(w: World) -> None:
         inc = w.pull_side.pull(name, w.target.cache, DEST)
         with pytest.raises(error, match="it has ended"):
             await inc.layer(0)
+    w.d.expect("refused", w.target.cache, DEST).abort("no room in the batch")
+    out = w.push_side.push("refused", w.source.cache, LIST)
+    assert "no room in the batch" in (await out).missing["kv", LIST[0]]
+    await out.drained()
 
 
 @scenario("inproc")

@@ -16,8 +16,14 @@ from typing import Final
 from tests.programs.fuzz.guard import Run
 
 TARGETS: Final = (
-    *("frames", "handshake", "connection", "grants"),
-    *("plans", "windows", "backends", "store", "codecs"),
+    "frames",
+    "handshake",
+    "connection",
+    "plans",
+    "windows",
+    "backends",
+    "store",
+    "codecs",
 )
 FOLDER: Final = Path(__file__).with_name("inputs")
 
