@@ -1,7 +1,7 @@
 """Races and faults that have happened in the field, each with the report of it.
 
-The tests here run over ``inproc`` in virtual time, and over TCP. Reports are issues and pull
-requests of the projects on GitHub. (Scenario R11 is not goal R11 of
+The tests here run over ``inproc`` in virtual time, and over TCP. Reports are issues and
+pull requests of the projects on GitHub. (Scenario R11 is not goal R11 of
 docs/topics/reliability.md.)
 
 ``tests/transfers`` and ``tests/fault``:
