@@ -139,7 +139,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             received.
         message_bytes: The most bytes that ``recv`` without a buffer allocates.
         handshake_timeout_s: The limit for a new connection to become usable. A
-            transport for its data has 0.4 of that time, the last possible one 0.8.
+            transport for its data has 0.4 of what is left of it, the last possible one
+            0.8.
         close_timeout_s: How long ``close`` waits for running operations.
         ping_interval_s: How long the peer may be silent before it is pinged.
         ping_misses: The number of silent intervals after which the peer counts as dead.

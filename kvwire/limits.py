@@ -79,9 +79,10 @@ SPAN_BYTES_MAX: Final = 8 * MIB
 # The most pieces in such a payload: one system call takes this many, and a descriptor
 # needs 4 to 8 bytes for each.
 SPAN_PIECES_MAX: Final = 1024
-# A lane's share of `handshake_timeout_s`, after which the next transport is tried, and
-# its share if no other is left, or on the answering side: 2 and 4 s by default. On a
-# large or busy host, UCX needs seconds for its first scan of the devices.
+# A lane's share of the time that is left until the connection must be usable, after
+# which the next transport is tried, and its share if no other is left, or on the
+# answering side: 2 and 4 s by default. On a large or busy host, UCX needs seconds for
+# its first scan of the devices.
 LANE_TIMEOUT_SHARE: Final = 0.4
 LANE_TIMEOUT_SHARE_LAST: Final = 0.8
 

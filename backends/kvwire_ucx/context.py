@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, final
@@ -35,6 +36,9 @@ _RDMA_COMPONENTS: Final = frozenset({"ib", "mlx5", "efa", "gga"})
 ABANDONED_MAX: Final = 8
 # Contexts with abandoned workers, which call into them for as long as the process runs.
 _kept: Final[set[Context]] = set()  # bounded: ABANDONED_MAX
+# Workers that UCX cannot free: abandoned ones, and those whose peers may yet answer.
+_unanswered: Final[set[object]] = set()  # bounded: ABANDONED_MAX
+_lock: Final = threading.Lock()  # communicators may be on several threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +102,25 @@ class Context:
                 "restart the process"
             )
 
+    def reserve(self, worker: object) -> bool:
+        """Return whether a worker may ask its peer; at most ABANDONED_MAX do at once.
+
+        So no more can be abandoned. A worker that was answered, or that UCX frees, has
+        to be released.
+        """
+        with _lock:
+            if len(_unanswered) >= ABANDONED_MAX:
+                return False
+            _unanswered.add(worker)
+            return True
+
+    def release(self, worker: object) -> None:
+        """Let another worker ask its peer."""
+        with _lock:
+            _unanswered.discard(worker)
+
     def keep(self, worker: object) -> None:
-        """Keep an abandoned worker, and so this context, until the process ends."""
+        """Keep a reserved worker, and so this context, until the process ends."""
         self.abandoned.append(worker)  # bounded: ABANDONED_MAX
         _kept.add(self)
 

@@ -81,6 +81,9 @@ WINDOW_BYTES: Final = 4 * SPAN_BYTES
 # without one: UCX itself gives up after 30 s over UD queue pairs, and then ends the
 # process.
 GREETING_S: Final = 20.0
+# How often such a client looks whether it may send its hello, while as many others as
+# may be left without an answer wait for one.
+RESERVE_S: Final = 0.05
 # How long the end of a lane waits until the peer has received the bye. A stopped peer
 # never receives it.
 LINGER_S: Final = 1.0
@@ -184,8 +187,10 @@ class UcxLane(Lane):
             self._expect(HELLO, _GREETING_BYTES, self._greeted)
             self._expect(BYE, 1, self._peer_left)
             if self._context.role is Role.CLIENT:
-                self._send_hello()
-                await self._answer()
+                await self._reserved()
+                if self._state is _State.GREETING:
+                    self._send_hello()
+                    await self._answer()
             if self._state is not _State.GREETING:
                 raise BackendUnavailable(str(self._error or "the lane was closed"))
         except BaseException:
@@ -193,6 +198,14 @@ class UcxLane(Lane):
             raise
         self._state = _State.UP
         self._given = True
+
+    async def _reserved(self) -> None:
+        """Wait until this lane may be left without an answer, if UCX is such."""
+        worker = self._worker
+        while worker.is_fragile and self._state is _State.GREETING:
+            if worker.context.reserve(worker):
+                return
+            await asyncio.sleep(RESERVE_S)
 
     async def _answer(self) -> None:
         """Wait for the server's hello."""
@@ -255,6 +268,7 @@ class UcxLane(Lane):
             self._send_hello()
         elif not self._came_up.done():
             self._came_up.set_result(None)
+            self._worker.context.release(self._worker)
 
     def _send_hello(self) -> None:
         endpoint = self._reach().handle
@@ -443,6 +457,7 @@ class UcxLane(Lane):
             self._worker.abandon()
             self._leave()
             return
+        self._worker.context.release(self._worker)
         for request in self._receives:
             self._worker.cancel(request)
         if self._windows is not None:

@@ -105,15 +105,23 @@ class Links:
         address: str | Address,
         transport: str | Iterable[str] | None = None,
         timeout_s: float | None = None,
+        *,
+        answer_s: float | None = None,
     ) -> Connection:
         """Connect to a communicator that listens; see Communicator.connect.
+
+        Args:
+            address: Where it listens.
+            transport: A required transport, or several in order of preference.
+            timeout_s: Seconds until the connection must be usable.
+            answer_s: Seconds until the handshake must have ended, if not ``timeout_s``.
 
         Cancel safety: safe, a half-made connection is aborted.
         """
         self.check_open()
         if isinstance(transport, Iterable) and not isinstance(transport, str):
             transport = tuple(transport)  # a redial reads it again
-        connection = await self._connect(address, transport, timeout_s)
+        connection = await self._connect(address, transport, timeout_s, answer_s)
         self.services.registry.reattach(connection._driver)
         return connection
 
@@ -128,13 +136,13 @@ class Links:
         assert lost._dialled is not None
         name, where, transport = lost._dialled
         try:
-            connection = await self._connect(where, transport, None, lost._digest)
+            connection = await self._connect(where, transport, resumes=lost._digest)
         except ConnectError as exc:
             # Refused: the process has ended, and the name's other addresses are other
             # processes.
             if name == where or isinstance(exc.__cause__, ConnectionRefusedError):
                 raise
-            connection = await self._connect(name, transport, None, lost._digest)
+            connection = await self._connect(name, transport, resumes=lost._digest)
         assert connection._dialled is not None
         # The next redial may resolve the name again.
         connection._dialled = connection._dialled._replace(name=name)
@@ -145,7 +153,8 @@ class Links:
         self,
         address: str | Address,
         transport: str | Iterable[str] | None,
-        timeout_s: float | None,
+        timeout_s: float | None = None,
+        answer_s: float | None = None,
         resumes: bytes = b"",
     ) -> Connection:
         services = self.services
@@ -160,6 +169,8 @@ class Links:
             timeout_s = services.config.handshake_timeout_s
         else:
             timeout_s = seconds_of("timeout_s", timeout_s)
+        limit_s = timeout_s if answer_s is None else answer_s
+        end = services.loop.time() + timeout_s
         handshake = ClientHandshake(
             self.identity,
             secrets.token_bytes(NONCE_BYTES),
@@ -168,17 +179,20 @@ class Links:
         opening = None
         dialling = Dialling(name, services.backend(where.scheme), self.identity.trust)
         try:
-            async with asyncio.timeout(timeout_s) as limit:
+            async with asyncio.timeout(limit_s) as limit:
                 where, link = await dialling.link()
                 opening = self.open(link, handshake, selection)
                 connection = await opening.wait_established()
-                await _lanes_up(connection, services.config.lanes)
+                limit.reschedule(end)
+                limit_s = timeout_s
+                left_s = end - services.loop.time()
+                await _lanes_up(connection, services.config.lanes, left_s)
         except TimeoutError:
             if not limit.expired():
                 raise
             if opening is None:
-                raise dialling.late(timeout_s) from None
-            raise _at(where, opening.timeout(timeout_s)) from None
+                raise dialling.late(limit_s) from None
+            raise _at(where, opening.timeout(limit_s)) from None
         except (HandshakeError, ProtocolError, ConnectionLost) as exc:
             self.check_open()
             if getattr(exc, "fields", ()) == (OWN_INCARNATION,):
@@ -294,10 +308,10 @@ def _at(address: Address, error: E) -> E:
     return error
 
 
-async def _lanes_up(connection: Connection, count: int) -> None:
+async def _lanes_up(connection: Connection, count: int, patience_s: float) -> None:
     """Wait for the data transport; abort the connection if it does not open."""
     try:
-        await connection._driver.lane_setup.open_lanes(count)
+        await connection._driver.lane_setup.open_lanes(count, patience_s)
     except BaseException as exc:
         connection.abort(str(exc) or "no transport for the data could be opened")
         raise

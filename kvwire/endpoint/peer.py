@@ -491,9 +491,12 @@ class Peer(Closing):
                 self._joined.clear()
                 await self._joined.wait()
                 continue
+            loop = asyncio.get_running_loop()
+            end = loop.time() + self._services.config.handshake_timeout_s
             for record in candidates:
+                left_s = end - loop.time()
                 try:
-                    connection = await self._try(record, len(candidates))
+                    connection = await self._try(record, len(candidates), left_s)
                 except KVWireError as exc:
                     self._note_failure(upkeep, record, exc)
                     final = isinstance(exc, _FINAL) or isinstance(exc.__cause__, _FINAL)
@@ -546,8 +549,13 @@ class Peer(Closing):
 
         return sorted(meant.values(), key=order)[:PEER_ATTEMPTS_MAX]
 
-    async def _try(self, record: Record | None, candidates: int) -> Connection:
+    async def _try(
+        self, record: Record | None, candidates: int, left_s: float
+    ) -> Connection:
         """Connect to one candidate.
+
+        It has a share of the time to answer, so that others can be tried. Once it has
+        answered, it has what is left of the round, ``left_s``, for its lanes.
 
         Raises:
             KVWireError: The candidate cannot be reached, or another process answers.
@@ -556,9 +564,12 @@ class Peer(Closing):
         if record is None:
             assert self._address is not None
             return await self._links.connect(self._address, None, patience_s)
-        timeout_s = patience_s / min(candidates, _SHARES_MAX)
+        answer_s = patience_s / min(candidates, _SHARES_MAX)
+        timeout_s = max(left_s, answer_s)
         self._failures[record.key] = self._failures.get(record.key, 0) + 1
-        connection = await self._links.connect(record.address, None, timeout_s)
+        connection = await self._links.connect(
+            record.address, None, timeout_s, answer_s=answer_s
+        )
         who = connection.peer.incarnation.hex()
         if record.incarnation not in ("", who):
             connection.abort("the directory names another start of the peer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -13,12 +14,16 @@ import numpy as np
 import pytest
 
 import kvwire
+from kvwire.backend.lane import LaneHandler
 from kvwire.directory import Record
 from kvwire.directory.file import FileDirectory
+from kvwire.driver.lanes import setup
 from kvwire.endpoint.communicator import PEERS_MAX
 from kvwire.security.keys import write_key_file
+from kvwire_inproc.lane import InprocLane
 from tests.directory.records import record
 from tests.support import inside
+from tests.support.lanes import BESIDE, reasons, use
 from tests.support.logs import warned
 from tests.support.pairs import communicators, turns, until
 from tests.support.servers import free_port
@@ -534,6 +539,29 @@ async def test_members_are_listed_and_each_may_be_a_peer(tmp_path: Path) -> None
         await until(lambda: peers[0].connection is None)
         with pytest.raises(kvwire.ConnectError):
             await peers[0].connect()
+
+
+async def test_lanes_of_one_of_many_members_have_as_much_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member that answers gets the time that others would have needed to answer."""
+
+    class Hanging(InprocLane):
+        async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+            await asyncio.Event().wait()
+
+    use(monkeypatch, Hanging, "client")
+    monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", 0.01)
+    options: dict[str, Any] = {**BESIDE, "handshake_timeout_s": PATIENCE_S}
+    async with fleet(tmp_path, "abcd", **options) as (seeker, _):
+        peer = seeker.peer("role=decode")
+        await until(lambda: len(peer._candidates()) == 4)
+        connection = await peer.connect()
+        assert connection.transport == "tcp"
+        why = reasons(connection.transport_report)["inproc"]
+    found = re.search(r"did not open within (\S+) s", why)
+    assert found, why
+    assert float(found[1]) > 0.01 * PATIENCE_S / 2  # and not a quarter
 
 
 async def test_a_member_that_is_dead_is_named(tmp_path: Path) -> None:

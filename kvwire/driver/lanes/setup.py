@@ -54,9 +54,7 @@ class LaneSetup:
         self._active = active
         self._handler = handler
         self._services = owner.services
-        patience_s = owner.services.config.handshake_timeout_s
-        self._timeout_s = LANE_TIMEOUT_SHARE * patience_s
-        self._timeout_last_s = LANE_TIMEOUT_SHARE_LAST * patience_s
+        self._patience_s = owner.services.config.handshake_timeout_s
         # Server: tasks that open the lanes that the client has requested.
         self._tasks: set[asyncio.Task[None]] = set()
         # Client: the peer's bootstrap for the lane that is being opened, the task that
@@ -90,27 +88,34 @@ class LaneSetup:
 
     # --- the client -------------------------------------------------------------------
 
-    async def open_lanes(self, count: int) -> None:
+    async def open_lanes(self, count: int, patience_s: float) -> None:
         """Open lanes of the first transport that works, for ``count`` data paths.
+
+        Args:
+            count: The number of data paths.
+            patience_s: The time that is left until the connection must be usable. Each
+                transport has a share of it, or of ``handshake_timeout_s`` if that is
+                less, so that time for the next transport is always left.
 
         Cancel safety: the caller has to abort the connection.
         """
+        end = self._services.loop.time() + patience_s
         lanes = self._lanes
         if not self._needed and count == 1:
             return
         for name in lanes.possible:
             first = 0 if name == lanes.scheme else 1
             is_last = name == lanes.possible[-1]
-            timeout_s = self._timeout_last_s if is_last else self._timeout_s
+            share = LANE_TIMEOUT_SHARE_LAST if is_last else LANE_TIMEOUT_SHARE
             try:
                 if first:
-                    await self._open(name, timeout_s)
+                    await self._open(name, self._limit_s(share, end))
             except BackendUnavailable as exc:
                 lanes.failed[name] = str(exc)
                 peer = self._core.agreement.peer
                 logger.warning("peer %s: %s cannot carry the data: %s", peer, name, exc)
                 continue
-            self._wanted = first + await self._open_more(name, count - 1)
+            self._wanted = first + await self._open_more(name, count - 1, end)
             self._chosen = name
             self._refusals = 0
             break
@@ -122,14 +127,19 @@ class LaneSetup:
         self._owner.run()
         self.reopen_lost()  # if one has broken while others were being opened
 
-    async def _open_more(self, name: str, count: int) -> int:
+    def _limit_s(self, share: float, end: float) -> float:
+        """Return the time for one lane, if all have to be open at ``end``."""
+        left_s = max(end - self._services.loop.time(), 0.0)
+        return share * min(left_s, self._patience_s)
+
+    async def _open_more(self, name: str, count: int, end: float) -> int:
         """Open more lanes of a transport that works already; return how many opened.
 
         A lane that did not open at first is not retried, since no data relied on it.
         """
         for opened in range(count):
             try:
-                await self._open(name, self._timeout_s)
+                await self._open(name, self._limit_s(LANE_TIMEOUT_SHARE, end))
             except BackendUnavailable as exc:
                 logger.warning("only some lanes of %s could be opened: %s", name, exc)
                 return opened
@@ -147,7 +157,7 @@ class LaneSetup:
         """Open a lane in place of a broken one."""
         name = self._chosen
         try:
-            endpoint = await self._open(name, self._timeout_s)
+            endpoint = await self._open(name, LANE_TIMEOUT_SHARE * self._patience_s)
         except BackendUnavailable as exc:
             if self._refusals < REFUSALS_MAX:
                 self._active.log(f"{name} cannot be reopened: {exc}", logging.INFO)
@@ -250,12 +260,13 @@ class LaneSetup:
         name = event.backend
         number = event.lane
         endpoint: LaneEndpoint | None = None
+        timeout_s = LANE_TIMEOUT_SHARE_LAST * self._patience_s
         try:
             if name not in self._lanes.possible:
                 raise BackendUnavailable(f"{name} was not agreed on")
             endpoint = self._make(name, number)
             self._lanes.add(endpoint)
-            async with asyncio.timeout(self._timeout_last_s):
+            async with asyncio.timeout(timeout_s):
                 await endpoint.lane.join(event.bootstrap, self._handler)
                 self._lanes.advance(endpoint, LaneInput.JOINED)
                 _check_description(endpoint)
@@ -266,7 +277,7 @@ class LaneSetup:
                 self._core.lane_gone(number, reason)
                 self._owner.run()
             else:
-                reason = str(self._give_up(endpoint, exc, self._timeout_last_s))
+                reason = str(self._give_up(endpoint, exc, timeout_s))
             if name in self._lanes.possible:  # the peer may have sent any name
                 self._lanes.failed[name] = reason
             if not isinstance(exc, Exception):
@@ -380,7 +391,7 @@ class LaneSetup:
         else:
             self._services.counters.lanes_failed += 1
             if isinstance(exc, TimeoutError):
-                exc = BackendUnavailable(f"it did not open within {timeout_s:g} s")
+                exc = BackendUnavailable(f"it did not open within {timeout_s:.3g} s")
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
                 exc = _unavailable(endpoint.backend, exc)
         reason = str(exc) or "cancelled"

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import gc
 import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -17,7 +19,7 @@ from kvwire.types import Role
 from kvwire_certify.conformance.rig import LaneRig
 from kvwire_ucx import UcxBackend
 from kvwire_ucx.bootstrap import parse
-from kvwire_ucx.context import Context
+from kvwire_ucx.context import ABANDONED_MAX, Context
 from kvwire_ucx.lane import UcxLane
 from kvwire_ucx.library import Version
 from kvwire_ucx.worker import Worker
@@ -125,26 +127,56 @@ async def test_a_payload_of_another_length_ends_the_lane(length: int) -> None:
     await test.aclose()
 
 
-async def test_a_lane_without_an_answer_is_left_if_ucx_cannot_free_it() -> None:
-    """UCX 1.13 ends the process then, while RC queue pairs connect."""
+@asynccontextmanager
+async def _fragile(
+    count: int,
+) -> AsyncIterator[tuple[list[UcxLane], list[Worker], list[LaneRecorder]]]:
+    """Clients of a UCX that cannot free them, which wait for a silent peer's answer."""
     context = Context({"TLS": TCP})
     loop = asyncio.get_running_loop()
-    worker, silent = (Worker(context, loop) for _ in range(2))
-    worker.is_fragile = True
     given = LaneContext(role=Role.CLIENT, number=1, secret=bytes(32))
-    lane, other = (UcxLane(end, given, lambda _: None) for end in (worker, silent))
-    handler = LaneRecorder()
-    joining = asyncio.create_task(lane.join(other.bootstrap, handler))
-    await asyncio.wait({joining}, timeout=0.05)
-    await end_task(joining)
-    assert lane.ended.done()
-    assert context.abandoned == [worker]
-    connection = weakref.ref(handler)
-    del lane, handler, joining
-    gc.collect()
-    assert connection() is None  # only UCX's memory is kept
-    other.abort()
-    await other.ended
-    context.library.ucp.worker_destroy(worker.handle)  # as this UCX can
+    silent = UcxLane(Worker(context, loop), given, lambda _: None)
+    workers = [Worker(context, loop) for _ in range(count)]
+    for worker in workers:
+        worker.is_fragile = True
+    lanes = [UcxLane(worker, given, lambda _: None) for worker in workers]
+    handlers = [LaneRecorder() for _ in lanes]
+    joining = [
+        asyncio.create_task(lane.join(silent.bootstrap, handler))
+        for lane, handler in zip(lanes, handlers, strict=True)
+    ]
+    await asyncio.wait(joining, timeout=0.05)
+    for task in joining:
+        await end_task(task)
+    del joining, task
+    yield lanes, workers, handlers
+    silent.abort()
+    await silent.ended
+    for left in context.abandoned:
+        assert isinstance(left, Worker)
+        context.library.ucp.worker_destroy(left.handle)  # as this UCX can
+        context.release(left)
     context.abandoned.clear()
     context.close()
+
+
+async def test_a_lane_without_an_answer_is_left_if_ucx_cannot_free_it() -> None:
+    """UCX 1.13 ends the process then, while RC queue pairs connect."""
+    async with _fragile(1) as (lanes, workers, handlers):
+        assert lanes[0].ended.done()
+        assert workers[0].context.abandoned == workers
+        connection = weakref.ref(handlers[0])
+        lanes.clear()
+        handlers.clear()
+        gc.collect()
+        assert connection() is None  # only UCX's memory is kept
+
+
+async def test_lanes_that_are_left_are_few_even_if_they_wait_at_once() -> None:
+    async with _fragile(ABANDONED_MAX + 3) as (lanes, workers, _):
+        context = workers[0].context
+        assert len(context.abandoned) == ABANDONED_MAX
+        with pytest.raises(BackendUnavailable, match=f"free {ABANDONED_MAX} lanes"):
+            context.check_open()
+        await asyncio.wait([lane.ended for lane in lanes])
+        assert all(worker.closed for worker in workers)  # the others were freed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -126,6 +127,23 @@ async def test_the_limit_of_a_lane_follows_the_setting(
         else:
             why = reasons(connection.transport_report)["inproc"]
     assert f"did not open within {limit}" in why
+
+
+async def test_a_lane_that_hangs_leaves_time_for_the_next_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller of ``connect`` has less patience than the setting."""
+    use(monkeypatch, _Hanging, "client")
+    monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", 0.01)
+    near: dict[str, Any] = {**BESIDE, "handshake_timeout_s": 86_400}
+    async with communicators(near, BESIDE) as (one, other):
+        address = await other.listen("127.0.0.1:0")
+        connection = await one.connect(address, timeout_s=PATIENCE_S)
+        assert connection.transport == "tcp"
+        why = reasons(connection.transport_report)["inproc"]
+    found = re.search(r"did not open within (\S+) s", why)
+    assert found, why
+    assert float(found[1]) <= 0.01 * PATIENCE_S
 
 
 def _raises(_: Lane) -> str:
