@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import errno
 import functools
 import math
 import numbers
@@ -38,7 +37,7 @@ from typing import (
     cast,
 )
 
-from kvwire.errors import NotAwaited, UsageError, refused_call
+from kvwire.errors import NotAwaited, UsageError, lacks_threads
 from kvwire.types import Deadline, Instant, Uncopied
 
 P = ParamSpec("P")
@@ -50,9 +49,6 @@ FORKED: Final = -1
 _WAY_OUT: Final = (
     "from other threads use a kvwire.Engine, whose engine.run(coroutine), publish, "
     "expect, pull and push any thread may call"
-)
-_NO_THREADS: Final = (
-    "raise the limit of processes: ulimit -u, or pids.max of the container"
 )
 # A task is cancelled again if a library has swallowed its cancellation.
 _CANCEL_AGAIN_S: Final = 0.2
@@ -566,14 +562,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-def _lacks_threads(error: RuntimeError) -> Exception:
-    """Return an OSError if no thread could be started; otherwise the error itself."""
-    if "start new thread" not in str(error):
-        return error
-    found = OSError(errno.EAGAIN, "no thread can be started")
-    return refused_call(found, "pthread_create", _NO_THREADS)
-
-
 async def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
     """Return what ``loop.getaddrinfo`` returns for a stream.
 
@@ -586,7 +574,7 @@ async def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
     try:
         return [*await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     except RuntimeError as exc:
-        raise _lacks_threads(exc) from None
+        raise lacks_threads(exc) from None
 
 
 class CallThreads(ThreadPoolExecutor):
@@ -609,7 +597,7 @@ class CallThreads(ThreadPoolExecutor):
         try:
             found = super().submit(call)
         except RuntimeError as exc:
-            lacks = _lacks_threads(exc)
+            lacks = lacks_threads(exc)
             if (self._started and lacks is not exc) or not call.future.cancel():
                 return call.future
             raise lacks from None

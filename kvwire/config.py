@@ -212,7 +212,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     connections_max: Annotated[int, Meta(ge=1, le=65_536)] = limits.CONNECTIONS_MAX
     directory: Annotated[str, Meta(max_length=1024)] = ""
     io_cpus: tuple[Annotated[int, Meta(ge=0, le=limits.CPU_MAX)], ...] = ()
-    inspect: Annotated[str, Meta(max_length=limits.SOCKET_PATH_BYTES)] = ""
+    inspect: str = ""
     inspect_signal: bool = False
 
     @classmethod

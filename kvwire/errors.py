@@ -53,7 +53,7 @@ import enum
 import errno
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, Final, Protocol, TypeVar
 from urllib.parse import quote
 
 from kvwire.limits import NAME_CHARS_MAX, REASON_CHARS_MAX
@@ -125,7 +125,7 @@ class NotAwaited(UsageError, AttributeError):
 
 
 class BackendUnavailable(KVWireError):
-    """A transport or tier is absent or lacks a library; the message has the remedy."""
+    """A transport, tier or thread cannot be had; the message has the remedy."""
 
 
 class _AtAddress(OSError):
@@ -484,6 +484,42 @@ def with_remedy(error: BaseException) -> str:
     if isinstance(where, str):
         text = f"{where}: {text}"
     return f"{text}; {remedy}" if remedy else text
+
+
+_NO_THREADS: Final = (
+    "raise the limit of processes: ulimit -u, or pids.max of the container"
+)
+
+
+def lacks_threads(error: RuntimeError) -> Exception:
+    """Return an OSError if no thread could be started; otherwise the error itself."""
+    if "start new thread" not in str(error):
+        return error
+    found = OSError(errno.EAGAIN, "no thread can be started")
+    return refused_call(found, "pthread_create", _NO_THREADS)
+
+
+class _Thread(Protocol):
+    """A ``threading.Thread``, which the core does not import."""
+
+    @property
+    def name(self) -> str: ...
+    def start(self) -> None: ...
+
+
+def begin_thread(thread: _Thread) -> None:
+    """Start a thread.
+
+    Raises:
+        BackendUnavailable: The system has no more threads.
+    """
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        error = lacks_threads(exc)
+        if error is exc:
+            raise
+        raise BackendUnavailable(f"{thread.name}: {with_remedy(error)}") from None
 
 
 def wrong_type(name: str, value: object, wanted: str) -> UsageError:

@@ -215,7 +215,10 @@ class Address:
         try:
             parts = urlsplit(full)
             port = parts.port
-        except ValueError as exc:
+        except ValueError:
+            host, _, number = rest.rpartition(":")
+            if ":" in host and "[" not in host:
+                exc = ValueError(f"write an IPv6 address as [{host}]:{number}")
             raise UsageError(f"address {text!r}: {exc}") from None
         if parts.path not in ("", "/") or parts.query:
             raise UsageError(f"address {text!r}: write scheme://host:port")

@@ -36,15 +36,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final
 
 import numpy as np
 
 from kvwire.backend import BlockRead, WindowMemory
-from kvwire.errors import BackendUnavailable, ConnectionLost, ProtocolError
+from kvwire.errors import (
+    BackendUnavailable,
+    ConnectionLost,
+    ProtocolError,
+    lacks_threads,
+    with_remedy,
+)
 from kvwire.kv.blocks import Bits
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.limits import MIB
@@ -144,6 +150,7 @@ class DeviceBlocks(WindowBlocks):
         self._loop = asyncio.get_running_loop()
         # One for each device of this process into which the window is read.
         self._opened: dict[Device, asyncio.Future[DeviceWindow]] = {}
+        self._thread = ThreadPoolExecutor(1, "kvwire device window")
         self._moving = 0
         self._closed = False
         self.quiet: asyncio.Future[None] | None = None
@@ -193,8 +200,7 @@ class DeviceBlocks(WindowBlocks):
         if opening is None:
             if self._closed:
                 raise ConnectionLost("local: the reader is closed")
-            opening = self._loop.run_in_executor(
-                None,
+            make = partial(
                 DeviceWindow,
                 device,
                 self._spans,
@@ -202,6 +208,14 @@ class DeviceBlocks(WindowBlocks):
                 self._entries,
                 self._loop,
             )
+            try:
+                opening = self._loop.run_in_executor(self._thread, make)
+            except RuntimeError as exc:
+                # The executor has queued the call, for a thread that it starts later.
+                self._thread.shutdown(wait=False, cancel_futures=True)
+                self._thread = ThreadPoolExecutor(1, "kvwire device window")
+                reason = with_remedy(lacks_threads(exc))
+                raise BackendUnavailable(f"local: {reason}") from None
             self._opened[device] = opening  # bounded by the devices of this host
             opening.add_done_callback(lambda _: self._release())
         return opening
@@ -243,7 +257,7 @@ class DeviceBlocks(WindowBlocks):
 
     def _release(self) -> None:
         """Close the allocations, on a thread, once nothing reads them."""
-        if not self._closed or self._moving:
+        if not (self._closed and self._opened) or self._moving:
             return
         if not all(opening.done() for opening in self._opened.values()):
             return
@@ -254,11 +268,11 @@ class DeviceBlocks(WindowBlocks):
         ]
         self._opened.clear()
         if windows:
-            threading.Thread(
-                target=self._close_windows, args=(windows,), daemon=True
-            ).start()
+            # By the thread that opened them, as there may be no other.
+            self._thread.submit(self._close_windows, windows)
         else:
             self._quiet()
+        self._thread.shutdown(wait=False)
 
     def _close_windows(self, windows: list[DeviceWindow]) -> None:
         for window in windows:

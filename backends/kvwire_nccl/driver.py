@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from kvwire.backend.completion_queue import CompletionQueue
+from kvwire.errors import begin_thread
 from kvwire_nccl.direction_state import DirectionState, DirectionStep, PayloadMove
 from kvwire_nccl.nccl import MoveProgress, NcclMove, NcclPipe
 
@@ -62,7 +63,7 @@ class Driver:
 
     def start(self) -> None:
         """Start the thread."""
-        self._thread.start()
+        begin_thread(self._thread)
 
     def submit(self, jobs: Iterable[PayloadMove]) -> None:
         """Queue these moves, in this order."""

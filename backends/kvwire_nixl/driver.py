@@ -41,7 +41,12 @@ import numpy as np
 from kvwire.backend import Landing
 from kvwire.backend.completion_queue import CompletionQueue
 from kvwire.backend.pacing import open_epolls, unpace
-from kvwire.errors import BackendUnavailable, ConnectionLost, KVWireError
+from kvwire.errors import (
+    BackendUnavailable,
+    ConnectionLost,
+    KVWireError,
+    begin_thread,
+)
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.copy import as_fragments, copy, paired
 from kvwire_nixl.library import NixlAgent, Rows, rows
@@ -163,7 +168,7 @@ class NixlDriver:
 
     def start(self) -> None:
         """Start the thread, which creates the agent."""
-        self._thread.start()
+        begin_thread(self._thread)
 
     def meet(self, peer: NixlBootstrap) -> None:
         """Continue with this peer; ``joined`` reports the result."""

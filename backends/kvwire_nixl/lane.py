@@ -125,8 +125,8 @@ class NixlLane(Lane):
     def _start(self) -> None:
         """Start creating the agent; both halves do this at the same time."""
         if not (self._started or self._ending):
-            self._started = True
             self._driver.start()
+            self._started = True
 
     @property
     def description(self) -> str:

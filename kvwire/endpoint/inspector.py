@@ -61,15 +61,15 @@ class Inspector:
         """
         config = self._services.config
         if config.inspect:
-            folder = own_folder(Path(config.inspect), f"inspect={config.inspect!r}")
-            path = folder / (
-                f"{os.getpid()}-{self._links.identity.incarnation.hex()[:8]}{_ENDING}"
-            )
-            if len(os.fsencode(path)) > SOCKET_PATH_BYTES:
+            name = f"{os.getpid()}-{self._links.identity.incarnation.hex()[:8]}"
+            path = Path(config.inspect, name + _ENDING)
+            if (nbytes := len(os.fsencode(path))) > SOCKET_PATH_BYTES:
                 raise UsageError(
-                    f"inspect={config.inspect!r}: the path is too long for a Unix "
-                    "socket"
+                    f"inspect={config.inspect!r}: the path of its socket would have "
+                    f"{nbytes} bytes, and systems allow {SOCKET_PATH_BYTES}; choose a "
+                    "folder with a shorter path, such as /tmp/kvwire"
                 )
+            own_folder(path.parent, f"inspect={config.inspect!r}")
             self._services.ring = open_ring(self._services.loop)
             self.path = path
             # Starts serving once close() has something to end.

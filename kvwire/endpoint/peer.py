@@ -118,6 +118,8 @@ class Peer(Closing):
         # The connected member; None once it has left.
         self._record: Record | None = None
         self._failures: dict[str, int] = {}
+        # The last warning for each of them.
+        self._warnings: dict[str, str] = {}
         self._upkeep = Upkeep(REDIAL_S, PEER_REDIAL_S_MAX)
         # Whether a request has waited in vain since the last connection or new member.
         self._waited = False
@@ -523,13 +525,15 @@ class Peer(Closing):
         self, upkeep: Upkeep, record: Record | None, error: KVWireError
     ) -> None:
         """Record and log why a candidate could not be connected to, with its name."""
-        before = upkeep.reason
         who = "" if record is None else f"{shown(record.name)}: "
         upkeep.reason = f"{who}{error}"
+        level = logging.INFO
         # Retrying does not help with a wrong key, so a warning is logged once.
-        refused = isinstance(error, AuthenticationFailed)
-        loud = refused and upkeep.reason != before
-        level = logging.WARNING if loud else logging.INFO
+        if isinstance(error, AuthenticationFailed):
+            key, text = "" if record is None else record.key, str(error)
+            if self._warnings.get(key) != text:
+                level = logging.WARNING
+                self._warnings[key] = text  # bounded: the members
         logger.log(level, "peer %r: %s", self._where, error)
 
     def _candidates(self) -> list[Record] | list[None]:
@@ -542,6 +546,7 @@ class Peer(Closing):
             if self._selector.matches(record) and key != self._own_key
         }
         self._failures = {k: n for k, n in self._failures.items() if k in meant}
+        self._warnings = {k: t for k, t in self._warnings.items() if k in meant}
 
         def order(record: Record) -> tuple[int, float, float]:
             failures = self._failures.get(record.key, 0)
@@ -579,6 +584,7 @@ class Peer(Closing):
                 address=record.address,
             )
         del self._failures[record.key]
+        self._warnings.pop(record.key, None)
         return connection
 
     def _changed(self, change: Change) -> None:

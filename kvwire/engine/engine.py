@@ -66,6 +66,7 @@ class Engine(Uncopied):
 
     Raises:
         UsageError: The configuration cannot be used.
+        BackendUnavailable: The system has no more threads or descriptors.
     """
 
     def __init__(

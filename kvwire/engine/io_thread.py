@@ -36,7 +36,14 @@ from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, cast
 
 from kvwire.aio import CallThreads, start_task
-from kvwire.errors import ClosedOK, UsageError, wrong_type
+from kvwire.errors import (
+    BackendUnavailable,
+    ClosedOK,
+    UsageError,
+    begin_thread,
+    with_remedy,
+    wrong_type,
+)
 from kvwire.limits import CLOSE_SLACK_S, CLOSE_TIMEOUT_S
 
 logger: logging.Logger = logging.getLogger("kvwire.engine")
@@ -94,19 +101,22 @@ class IOThread:
 
         Raises:
             UsageError: The program has no threads of the system.
-            RuntimeError: The system has no more threads.
-            OSError: It has no more descriptors.
+            BackendUnavailable: The system has no more threads or descriptors.
         """
         _check_threads()
         self._begun = True
         _running.add(self)
         try:
-            self._thread.start()
-        except RuntimeError:
+            begin_thread(self._thread)
+        except BackendUnavailable:
             self._made.set()
             self._forget()
             raise
         self._made.wait()
+        if isinstance(self._failure, OSError):
+            raise BackendUnavailable(
+                f"{self._thread.name}: {with_remedy(self._failure)}"
+            ) from self._failure
         if self._failure is not None:
             raise self._failure
 

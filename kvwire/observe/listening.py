@@ -22,7 +22,7 @@ from typing import Final, NamedTuple, Protocol, Self
 from kvwire import ListenError
 from kvwire.backend import keep_from_children
 from kvwire.backend.sockets import listening_socket
-from kvwire.errors import shown
+from kvwire.errors import begin_thread, shown
 from kvwire.types import Address
 
 # Connections at once: many scrapers, probes and people. Half of them may have an answer
@@ -106,7 +106,7 @@ class HttpThread:
 
     def __enter__(self) -> Self:
         """Begin to answer."""
-        self._thread.start()
+        begin_thread(self._thread)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -493,6 +493,30 @@ async def test_a_member_with_another_key_is_a_warning(
     assert "does not hold the same key" in said[0]
 
 
+async def test_two_members_with_another_key_are_a_warning_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However often they are tried."""
+    for name in ("mine", "other"):
+        write_key_file(tmp_path / name)
+    options: dict[str, Any] = {"trust": "psk", "handshake_timeout_s": 2.0}
+    async with (
+        fleet(tmp_path / "members", "ab", **options, psk_file=str(tmp_path / "other")),
+        kvwire.open(
+            directory=f"file:{tmp_path / 'members'}?interval_s=0.02",
+            psk_file=str(tmp_path / "mine"),
+            **options,
+        ) as seeker,
+    ):
+        peer = seeker.peer("role=decode")
+        sent = peer.send(1, b"x")
+        await until(lambda: sum(peer._failures.values()) >= 6)
+        await peer.close()
+        with pytest.raises(kvwire.ClosedOK):
+            await sent
+    assert len([line for line in warned(caplog) if "peer 'role=decode'" in line]) == 2
+
+
 async def test_the_least_busy_is_taken(tmp_path: Path) -> None:
     async with fleet(tmp_path, "abc") as (seeker, members):
         for member, load in zip(members, (0.9, 0.1, 0.5), strict=True):

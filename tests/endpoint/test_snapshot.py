@@ -249,11 +249,22 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     folder.chmod(0o755)
     link.symlink_to(folder)
     file.touch()
-    long = tmp_path / ("x" * (100 - len(str(tmp_path))))
-    refused = {folder: "chmod 700", file / "run": "inspect=", long: "too long"}
+    refused = {folder: "chmod 700", file / "run": "inspect="}
     for place, said in {**refused, link: "a symbolic link"}.items():
         with pytest.raises(kvwire.UsageError, match=said):
             kvwire.Engine(inspect=str(place))
+
+
+@pytest.mark.parametrize("length", [100, 200])
+def test_a_folder_too_long_for_a_socket_is_named_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    """Also a short name, which counts from the root; and nothing is made there."""
+    monkeypatch.chdir(tmp_path)
+    name = "x" * (length - len(str(tmp_path)))
+    with pytest.raises(kvwire.UsageError, match=r"and systems allow 103; .* shorter"):
+        kvwire.Engine(inspect=name)
+    assert not Path(name).exists()
 
 
 class Lines(logging.Handler):

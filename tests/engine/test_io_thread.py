@@ -18,6 +18,7 @@ import kvwire
 from kvwire.engine import io_thread
 from kvwire.engine.io_thread import IOThread, called
 from tests.support.interrupts import interrupts
+from tests.test_aio import no_more_threads
 
 
 @pytest.fixture
@@ -289,16 +290,13 @@ def test_an_end_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_thread_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then no loop is made for it either."""
 
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     made: list[object] = []
     monkeypatch.setattr(io_thread, "_new_loop", lambda: made.append(None))
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    thread = IOThread("test-io")
-    with pytest.raises(RuntimeError, match="new thread"):
-        thread.begin()
-    thread.close()
+    with (
+        no_more_threads(),
+        pytest.raises(kvwire.BackendUnavailable, match=r"kvwire-engine: .*ulimit -u"),
+    ):
+        kvwire.Engine()
     assert not made
 
 
@@ -309,7 +307,7 @@ def test_no_loop_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(io_thread, "_new_loop", refuse)
-    with pytest.raises(OSError, match="Too many open files"):
+    with pytest.raises(kvwire.BackendUnavailable, match=r"open files.*ulimit -n"):
         kvwire.Engine()
     assert "kvwire-engine" not in {each.name for each in threading.enumerate()}
 

@@ -28,6 +28,7 @@ from kvwire_local.device_blocks import (
 )
 from tests.support.pairs import Pair, connected, turns, until
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
+from tests.test_aio import no_more_threads
 
 LAYERS, BLOCKS = 4, 40
 SPEC = KVSpec(layers=LAYERS, kv_heads=4, head_dim=32, block_tokens=16, dtype="bfloat16")
@@ -173,6 +174,25 @@ async def test_a_block_that_is_taken_back_during_the_copy_does_not_land(
         # behind them.
         assert (("kv", 6) in outcome.missing) == late
         assert (target.blocks([6]) == source.blocks([39])).all()
+        await closed(window, remote, device)
+
+
+async def test_a_window_that_no_thread_can_open_is_not_opened_later(
+    device: SimulatedDevice, other: SimulatedDevice
+) -> None:
+    """Nothing would close it."""
+    source, target = Cache(other, seed=1), Cache(device)
+    async with pair() as both:
+        window, remote = await opened(both, source)
+        ticket = window.offer(SOURCE)
+        with no_more_threads():
+            refused = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert not refused.complete
+        await asyncio.to_thread(int)  # by the thread that would open it, too
+        assert not device.opened
+        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert outcome.complete, outcome.missing
+        assert (target.blocks(TARGET) == source.blocks(SOURCE)).all()
         await closed(window, remote, device)
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Final, TypeAlias
 
+from kvwire.errors import begin_thread
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.ops import DeviceOps, Event, Stream
 
@@ -67,7 +68,7 @@ class CopyEngine:
 
         Keep both alive and unchanged until ``done`` is called on the loop.
         """
-        stream = self.outbound.stream
+        stream = self.outbound.begin()
         if len(source) > RUNS_MAX:
             gathered = self._gathered.slice(0, source.nbytes)
             stream.gather(source, gathered)
@@ -77,7 +78,7 @@ class CopyEngine:
 
     def to_device(self, slot: memoryview, into: Fragments, done: Done) -> None:
         """Copy a pinned slot into device memory of the same length; as ``to_host``."""
-        stream = self.inbound.stream
+        stream = self.inbound.begin()
         if len(into) > RUNS_MAX:
             packed = self._packed.slice(0, into.nbytes)
             stream.to_device(slot, packed)
@@ -140,7 +141,7 @@ class StreamWaiters:
         stream = event.recorded_on if isinstance(event, Event) else source
         with self._lock:
             waiter = self._serving.get(stream) or self._least_busy()
-            waiter.watched.stream.wait(event)
+            waiter.watched.begin().wait(event)
 
             def fired(error: Exception | None) -> None:
                 with self._lock:
@@ -193,6 +194,15 @@ class WatchedStream:
         self.last: Event | None = None
         self._completions = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
 
+    def begin(self) -> Stream:
+        """Return the stream, for work that ``watch`` is called for.
+
+        Raises:
+            BackendUnavailable: No thread can be started that would report its end.
+        """
+        self._completions.begin()
+        return self.stream
+
     def watch(self, done: Done) -> None:
         """Call ``done`` on the loop when all work queued so far has ended."""
         event = self.stream.record()
@@ -231,16 +241,24 @@ class CompletionThread:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def watch(self, event: Event, done: Done) -> None:
-        """Call ``done`` on the loop when the event has fired. Thread-safe."""
+    def begin(self) -> None:
+        """Start the thread, once. Thread-safe.
+
+        Raises:
+            BackendUnavailable: No thread can be started.
+        """
         with self._lock:
-            assert not self._closed, "an event was given to a closed CompletionThread"
             if self._thread is None:
                 thread = threading.Thread(
                     target=self._run, name=self._name, daemon=True
                 )
-                thread.start()
+                begin_thread(thread)
                 self._thread = thread
+
+    def watch(self, event: Event, done: Done) -> None:
+        """Call ``done`` on the loop when the event has fired. Thread-safe."""
+        with self._lock:
+            assert not self._closed, "an event was given to a closed CompletionThread"
             self._queue.put((event, done))
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ class DeviceMoves:
 
         Keep both alive and unchanged until ``done`` is called on the loop.
         """
-        stream = self._way.stream
+        stream = self._way.begin()
         step = self._passing.nbytes
         for begin in range(0, source.nbytes, step):
             nbytes = min(step, source.nbytes - begin)

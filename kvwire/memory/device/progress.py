@@ -39,7 +39,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvwire.errors import RequestCancelled, UsageError
+from kvwire.errors import RequestCancelled, UsageError, begin_thread
 from kvwire.limits import KV_LAYERS_MAX
 
 WORD_BYTES: Final = 8
@@ -106,13 +106,15 @@ class LayerCounter:
             done.set_result(None)
             return done
         with self._lock:
+            if not self._looking:
+                begin_thread(
+                    threading.Thread(
+                        target=self._look, name="kvwire counter", daemon=True
+                    )
+                )
+                self._looking = True
             # At most the number of layers of all passes in progress.
             self._waiting.append((value, done))  # bounded: SEGMENTS_MAX
-            if not self._looking:
-                self._looking = True
-                threading.Thread(
-                    target=self._look, name="kvwire counter", daemon=True
-                ).start()
         return done
 
     def _look(self) -> None:
@@ -153,6 +155,7 @@ class GraphReplay(NamedTuple):
 
         Raises:
             UsageError: The model has no such layer.
+            BackendUnavailable: No thread can be started that would watch it.
         """
         if not 0 <= layer < self.counter.layers:
             raise UsageError(

@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kvwire.errors import BackendUnavailable
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.device.copy_engine import (
     RUNS_MAX,
@@ -21,6 +22,7 @@ from kvwire.memory.device.copy_engine import (
 )
 from kvwire.memory.device.ops import Event
 from tests.support.simulated_device import LibraryEvent, SimulatedArray, SimulatedDevice
+from tests.test_aio import no_more_threads
 
 PIECE_BYTES = 64
 
@@ -70,6 +72,19 @@ def pieces(array: SimulatedArray, device: SimulatedDevice, count: int) -> Fragme
         writable=True,
         device=device.device,
     )
+
+
+def test_a_copy_whose_end_no_thread_would_report_is_not_queued(
+    device: SimulatedDevice, copy_engine: CopyEngine
+) -> None:
+    """It would run on, in memory that nothing holds for it."""
+    array = device.array(np.zeros(PIECE_BYTES, np.uint8))
+    slot = device.pinned(PIECE_BYTES)
+    slot[:] = bytes([7]) * PIECE_BYTES
+    with no_more_threads(), pytest.raises(BackendUnavailable, match="ulimit -u"):
+        copy_engine.to_device(slot, pieces(array, device, 1), lambda _: None)
+    copy_engine.inbound.stream.record().synchronize()
+    assert not array.read().any()
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -282,6 +297,7 @@ class Gate(Event):
 @pytest.fixture
 def completions(loop: Loop) -> Iterator[CompletionThread]:
     made = CompletionThread("completions", loop.call_soon)
+    made.begin()
     yield made
     made.close()
 
@@ -359,6 +375,7 @@ def test_who_raises_takes_nothing_from_the_others(
 
 def test_close_waits_for_what_is_watched(loop: Loop) -> None:
     completions = CompletionThread("completions", loop.call_soon)
+    completions.begin()
     gate = Gate()
     told: list[Exception | None] = []
     completions.watch(gate, told.append)
@@ -376,6 +393,7 @@ def test_a_closed_loop_is_no_error() -> None:
         raise RuntimeError("Event loop is closed")
 
     completions = CompletionThread("completions", call_soon)
+    completions.begin()
     gate = Gate()
     gate.fire()
     told: list[Exception | None] = []

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.errors import RequestCancelled, UsageError
+from kvwire.errors import BackendUnavailable, RequestCancelled, UsageError
 from kvwire.memory.device.progress import GraphReplay, LayerCounter
+from tests.support.waiting import PATIENCE_S
+from tests.test_aio import no_more_threads
 
 LAYERS = 5
 
@@ -128,3 +130,14 @@ def test_what_cannot_be(counter: LayerCounter) -> None:
         LayerCounter(LAYERS, pinned_word().toreadonly())
     with pytest.raises(UsageError, match="layer 5 does not exist; the counter has 5"):
         counter.begin().layer(LAYERS)
+
+
+def test_a_wait_that_no_thread_can_watch_is_refused_alone(
+    counter: LayerCounter,
+) -> None:
+    run = counter.begin()
+    with no_more_threads(), pytest.raises(BackendUnavailable, match="ulimit -u"):
+        run.layer(0)
+    done = run.layer(1)
+    write(counter, run.base + 2)
+    assert done.result(PATIENCE_S) is None
