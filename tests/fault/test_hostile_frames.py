@@ -14,8 +14,8 @@ import pytest
 
 from kvwire import Connection, ConnectionClosed, ConnectionLost, IntegrityError, limits
 from kvwire.wire.control import Ping
-from kvwire.wire.header import FrameType, encode_header
-from tests.fault.stranger import TERMS, Stranger, answering, dial, expect_ended_by
+from kvwire.wire.header import FrameType
+from tests.fault.stranger import Stranger, answering, dial, expect_ended_by
 from tests.support import inside
 from tests.support.pairs import Pair
 
@@ -39,17 +39,6 @@ async def expect_fine(pair: Pair) -> None:
 
 
 # --- frames of every wrong kind -------------------------------------------------------
-
-
-def _header(frame_type: int, flags: int = 2, length: int = 1, **fields: int) -> Speech:
-    """A header with a right checksum and the right number; fields are as given."""
-
-    def speech(stranger: Stranger) -> bytes:
-        return encode_header(
-            frame_type, flags, stranger.handshake.framing.sent, length, **fields
-        )
-
-    return speech
 
 
 def _twice(speech: Speech) -> Speech:
@@ -81,32 +70,16 @@ def skip_one(stranger: Stranger) -> bytes:
     return ping(stranger)
 
 
-def too_many(stranger: Stranger) -> bytes:
-    """One small message more than there is credit for."""
-    return b"".join(message(stranger) for _ in range(TERMS.window_messages + 1))
-
-
 def _body(frame_type: int, body: bytes) -> Speech:
     return lambda stranger: stranger.raw_control(frame_type, body)
 
 
-def _data(data: bytes, **fields: int) -> Speech:
-    return lambda stranger: stranger.payload(FrameType.DATA, data, **fields)
-
-
-# Of each reader of a frame one or two; tests/wire and tests/proto have all others.
+# One of each reader of a frame; tests/wire and tests/proto have all others.
 SPEECHES: list[tuple[str, str, Speech]] = [
     ("damaged", "KVW-HD-01", damaged),
-    ("oversized control", "KVW-HD-04", _header(FrameType.PING, length=2**32 - 1)),
-    ("oversized chunk", "KVW-HD-04", _header(FrameType.DATA, length=2**24 + 1)),
     ("replayed message", "KVW-HD-05", _twice(message)),
-    ("sealed", "KVW-AU-01", _header(FrameType.PING, flags=1, length=40)),
-    ("handshake again", "KVW-CN-01", _body(FrameType.CONFIRM, bytes(224))),
     ("nested", "KVW-CT-01", _body(FrameType.PING, b"\x91" * 1000)),
-    ("without credit", "KVW-CR-01", too_many),
-    ("data for nothing", "KVW-RQ-04", _data(b"x", request=2)),
     ("pings", "KVW-LV-02", lambda s: b"".join(ping(s) for _ in range(5000))),
-    ("pong", "KVW-LV-01", lambda s: s.control(FrameType.PONG, Ping(9))),
 ]
 
 

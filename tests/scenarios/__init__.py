@@ -16,13 +16,13 @@ docs/topics/reliability.md.)
 * R08 sender fails before the receiver registers (SGLang #30329), ``test_registry``
 * R09 peer dies during the handshake (vLLM #26171), ``test_handshake_cuts``
 * R10 peer dies during a transfer (vLLM #28120), ``test_kill``
+* R14 abort with both a receive and a send pending (vLLM #56089), ``test_machine``
+* R15 peer is silent after an abort (vLLM #46283), ``test_machine``
 
 ``test_peers.py``:
 * R11 peer restarts on the same address (vLLM #50047)
 * R12 peer leaves while transfers run (Ray #65962)
 * R13 completion arrives after an abort, or twice (vLLM #53079)
-* R14 abort with both a receive and a send pending (vLLM #56089)
-* R15 peer is silent after an abort (vLLM #46283)
 * R16 an id is reused
 
 ``test_memory.py``:

@@ -138,16 +138,3 @@ async def test_r45_a_layer_fails_and_the_last_one_succeeds(w: World) -> None:
             assert "the kernel failed" in outcome.missing["kv", block]
             assert outcome.missing.layers(("kv", block)) == (2,)
     assert all((t[DEST] == -1.0).all() for t in w.target.tensors[2:3])
-
-
-@scenario()
-async def test_r45_a_commit_without_a_layer_says_so(w: World) -> None:
-    out, inc = w.begin()
-    for layer in (0, 1, 3):
-        out.ready(layers=layer)
-    out.finish(partial=True)
-    for end, block in ((inc, DEST[0]), (out, LIST[0])):
-        outcome = await end
-        assert not outcome.complete
-        assert outcome.missing["kv", block].startswith("it was not marked ready")
-        assert outcome.missing.layers(("kv", block)) == (2,)

@@ -1,11 +1,11 @@
-"""R11 to R16: peers that restart, leave, fall silent, or say too late what they say."""
+"""R11 to R13, R16: peers that restart, leave, or say too late what they say."""
 
 from __future__ import annotations
 
 import kvwire
-from tests.scenarios.world import DEST, LIST, World, held, scenario
+from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
-from tests.support.caches import LARGE, Memory, same
+from tests.support.caches import same
 
 
 @scenario()
@@ -77,60 +77,6 @@ async def test_r13_completion_arrives_after_an_abort(w: World) -> None:
     inc.abort("again")
     assert out.outcome is produced
     assert await w.moves("u", [6, 7], [20, 21]), "the connection has not suffered"
-
-
-@scenario()
-async def test_r14_abort_of_a_block_that_is_received_and_sent_on(w: World) -> None:
-    w.source, w.target = Memory(LARGE, 8), Memory(LARGE, 8)
-    w.source.stamp(range(8))
-    onward = Memory(LARGE, 8)
-    first = w.p.publish("in", w.source.cache, [0, 1, 2, 3, 4, 5])
-    received = w.pull_side.pull("in", w.target.cache, [0, 1, 2, 3, 4, 5])
-    sent = w.d.publish("on", w.target.cache, [0, 1, 2, 3, 4, 5])
-    third = w.push_side.pull("on", onward.cache, [0, 1, 2, 3, 4, 5])
-    first.ready(layers=0)
-    await received.layer(0)
-    thaw = w.freeze(w.push_side)
-    sent.ready(layers=0)
-    await w.until(lambda: held(w.d))
-    received.abort("preempted")
-    sent.abort("preempted")
-    await received
-    await sent
-    await received.drained()
-    # The link still reads them: they are not free, and that is counted.
-    assert not sent.is_drained
-    assert w.d.quarantined_bytes
-    thaw()
-    await sent.drained()
-    assert not w.d.quarantined_bytes
-    assert not (await third).complete
-    assert not (await first).complete
-
-
-@scenario(lease_s=0.2)
-async def test_r15_peer_says_nothing_after_an_abort(w: World) -> None:
-    out, inc = w.begin()
-    out.ready(layers=0)
-    await inc.layer(0)
-    w.freeze(w.push_side)
-    inc.abort("the request is gone")
-    outcome = await inc
-    assert outcome.missing["kv", DEST[0]] == "the request is gone"
-    # Nothing is asked of the peer: this link writes there no more.
-    await inc.drained()
-    # And the peer's blocks are reclaimed when it is found to be dead.
-    w.pull_side.abort("found to be dead")
-    await out
-    await out.drained()
-
-
-@scenario()
-async def test_r16_an_id_is_used_again_after_a_failure(w: World) -> None:
-    failed = w.p.publish("t", w.source.cache, LIST)
-    failed.abort("prefill failed")
-    await failed
-    assert await w.moves("t", [6, 7], [20, 21]), "tainted by its last use"
 
 
 @scenario()

@@ -218,17 +218,6 @@ async def test_ending_by_name(w: World) -> None:
 
 
 @scenario("inproc")
-async def test_a_mismatch_after_a_push_leaves_the_connection_alone(w: World) -> None:
-    """It used to raise in the middle of a turn, which ended the link."""
-    inc = w.d.expect("t", w.target.cache, DEST)
-    out = w.push_side.push("t", w.source.cache, [3, 1])
-    for end, block in ((inc, DEST[0]), (out, 3)):
-        assert "blocks" in (await end).missing["kv", block]
-    assert not w.pull_side.closed
-    assert await w.moves("u", [6, 7], [20, 21])
-
-
-@scenario("inproc")
 async def test_the_end_of_a_link_asks_nothing_again_that_nobody_here_has_named(
     w: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

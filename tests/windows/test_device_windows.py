@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class Cache:
     def __init__(
         self, device: SimulatedDevice, layout: str = "NHD", seed: int | None = None
     ) -> None:
+        self.device = device
         self.arrays: list[SimulatedArray] = []
         for n in range(LAYERS):
             values = np.zeros(SHAPES[layout], np.uint16)
@@ -83,26 +85,55 @@ def other() -> Iterator[SimulatedDevice]:
     made.close()
 
 
+@dataclass(frozen=True)
+class Open:
+    """A window of the other device's cache, which the device's cache reads."""
+
+    both: Pair
+    window: kvwire.Window
+    remote: kvwire.RemoteWindow
+    source: Cache
+    target: Cache
+
+    def get(self, blocks: list[int] = SOURCE) -> kvwire.Request[kvwire.Outcome]:
+        into = TARGET[: len(blocks)]
+        ticket = self.window.offer(blocks)
+        return self.remote.get(ticket, into=self.target.paged, blocks=into)
+
+    async def moves(self) -> bool:
+        """Whether all of it lands as it is there."""
+        outcome = await self.get()
+        assert outcome.complete, outcome.missing
+        landed = self.target.blocks(TARGET) == self.source.blocks(SOURCE)
+        return bool(landed.all())
+
+    async def busy(self) -> kvwire.Request[kvwire.Outcome]:
+        """A get that the reader's device copies now; the window was open before."""
+        assert await self.moves()
+        self.target.device.hold()
+        request = self.get()
+        reader = self.remote._opened.reader
+        assert reader is not None
+        await until(lambda: reader.busy)
+        return request
+
+
 @asynccontextmanager
-async def pair(**settings: Any) -> AsyncIterator[Pair]:
-    async with connected("tcp", prefer=("local",), **settings) as made:
-        yield made
-
-
 async def opened(
-    both: Pair, source: Cache
-) -> tuple[kvwire.Window, kvwire.RemoteWindow]:
-    window = both.far.expose("kv", source.paged)
-    return window, await both.left.window("kv")
-
-
-async def closed(
-    window: kvwire.Window, remote: kvwire.RemoteWindow, device: SimulatedDevice
-) -> None:
-    """Close both ends; then nothing of the owner is open on the reader's device."""
-    await remote.close()
-    await window.close()
-    assert not device.opened
+    device: SimulatedDevice,
+    other: SimulatedDevice,
+    layout: str = "NHD",
+    **settings: Any,
+) -> AsyncIterator[Open]:
+    """Both ends; afterwards nothing of the owner is open on the reader's device."""
+    source, target = Cache(other, seed=1), Cache(device, layout)
+    async with connected("tcp", prefer=("local",), **settings) as both:
+        window = both.far.expose("kv", source.paged)
+        remote = await both.left.window("kv")
+        yield Open(both, window, remote, source, target)
+        await remote.close()
+        await window.close()
+        await until(lambda: not device.opened)
 
 
 @pytest.mark.parametrize("passing", [moves.PASSING_BYTES, 3000])
@@ -114,39 +145,23 @@ async def test_blocks_go_from_device_to_device(
     passing: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Those of the ticket and no others; one that was withdrawn is missing."""
     monkeypatch.setattr(
         device_blocks,
         "DeviceMoves",
         lambda ops, call_soon: moves.DeviceMoves(ops, call_soon, passing),
     )
-    source = Cache(other, seed=1)
-    target = Cache(device, layout)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        assert remote.way == WAY
-        ticket = window.offer(SOURCE)
-        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
-        assert outcome.complete, outcome.missing
+    async with opened(device, other, layout) as w:
+        assert w.remote.way == WAY
+        assert await w.moves()
         assert device.opened == 1
-        assert (target.blocks(TARGET) == source.blocks(SOURCE)).all()
         rest = [block for block in range(BLOCKS) if block not in TARGET]
-        assert not target.blocks(rest).any()
-        await closed(window, remote, device)
-
-
-async def test_a_withdrawn_block_is_missing(
-    device: SimulatedDevice, other: SimulatedDevice
-) -> None:
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        ticket = window.offer(SOURCE)
-        window.withdraw([3])
-        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
+        assert not w.target.blocks(rest).any()
+        ticket = w.window.offer(SOURCE)
+        w.window.withdraw([3])
+        outcome = await w.remote.get(ticket, into=w.target.paged, blocks=TARGET)
         assert sorted(outcome.missing) == [("kv", 4)]
         assert "withdrawn" in outcome.missing["kv", 4]
-        await closed(window, remote, device)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -154,27 +169,17 @@ async def test_a_block_that_is_taken_back_during_the_copy_does_not_land(
     device: SimulatedDevice, other: SimulatedDevice, late: bool
 ) -> None:
     """The generations are read behind the copy, and not when it is queued."""
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        first = remote.get(window.offer([0]), into=target.paged, blocks=[0])
-        assert (await first).complete  # it is open there
-        device.hold()
-        request = remote.get(window.offer(SOURCE), into=target.paged, blocks=TARGET)
-        reader = remote._opened.reader
-        assert reader is not None
-        await until(lambda: reader.busy)
+    async with opened(device, other) as w:
+        request = await w.busy()
         if late:
-            window.withdraw([39])
-        source.overwrite([39])  # an owner that keeps its word withdraws first
+            w.window.withdraw([39])
+        w.source.overwrite([39])  # an owner that keeps its word withdraws first
         device.release()
         outcome = await request
         # Without the withdrawal the other bytes land, which shows that the copy came
         # behind them.
         assert (("kv", 6) in outcome.missing) == late
-        assert (target.blocks([6]) == source.blocks([39])).all()
-        await closed(window, remote, device)
+        assert (w.target.blocks([6]) == w.source.blocks([39])).all()
 
 
 async def test_a_window_that_no_thread_can_open_is_not_opened_later(
@@ -199,16 +204,14 @@ async def test_a_window_that_no_thread_can_open_is_not_opened_later(
 async def test_a_cache_in_host_memory_gets_blocks_by_messages(
     device: SimulatedDevice, other: SimulatedDevice
 ) -> None:
-    source = Cache(other, seed=1)
     arrays = [np.zeros(SHAPES["NHD"], np.uint16) for _ in range(LAYERS)]
     target = PagedCache(SPEC, arrays)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        outcome = await remote.get(window.offer(SOURCE), into=target, blocks=TARGET)
+    async with opened(device, other) as w:
+        ticket = w.window.offer(SOURCE)
+        outcome = await w.remote.get(ticket, into=target, blocks=TARGET)
         assert outcome.complete, outcome.missing
-        assert (np.stack(arrays)[:, TARGET] == source.blocks(SOURCE)).all()
+        assert (np.stack(arrays)[:, TARGET] == w.source.blocks(SOURCE)).all()
         assert not device.opened
-        await closed(window, remote, device)
 
 
 async def test_a_window_in_host_memory_is_read_into_a_device_by_messages(
@@ -218,7 +221,7 @@ async def test_a_window_in_host_memory_is_read_into_a_device_by_messages(
     rng = np.random.default_rng(1)
     arrays = [rng.integers(0, 9, SHAPES["NHD"], np.uint16) for _ in range(LAYERS)]
     target = Cache(device)
-    async with pair() as both:
+    async with connected("tcp", prefer=("local",)) as both:
         window = both.far.expose("kv", PagedCache(SPEC, arrays))
         remote = await both.left.window("kv")
         for count in (1, len(SOURCE)):
@@ -228,79 +231,56 @@ async def test_a_window_in_host_memory_is_read_into_a_device_by_messages(
             assert outcome.complete, outcome.missing
             expected = np.stack(arrays)[:, SOURCE[:count]]
             assert (target.blocks(into) == expected).all()
-        await closed(window, remote, device)
 
 
-async def test_memory_without_a_handle_is_read_by_messages(
-    device: SimulatedDevice, other: SimulatedDevice
-) -> None:
+def _no_handle(other: SimulatedDevice, _: SimulatedDevice) -> None:
     other.shares = False
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        assert remote.way == "messages"
-        ticket = window.offer(SOURCE)
-        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
-        assert outcome.complete, outcome.missing
-        assert (target.blocks(TARGET) == source.blocks(SOURCE)).all()
-        await closed(window, remote, device)
 
 
-@pytest.mark.parametrize("settings", [{"backends": {"local": {"way": "arena"}}}])
-async def test_a_process_that_may_not_be_read_is_read_by_messages(
-    device: SimulatedDevice, other: SimulatedDevice, settings: dict[str, Any]
-) -> None:
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair(**settings) as both:
-        window, remote = await opened(both, source)
-        assert remote.way == "messages"
-        ticket = window.offer(SOURCE)
-        assert (await remote.get(ticket, into=target.paged, blocks=TARGET)).complete
-        await closed(window, remote, device)
-
-
-async def test_a_handle_that_opens_nothing_is_read_by_messages(
-    device: SimulatedDevice, other: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _of_nothing(other: SimulatedDevice, _: SimulatedDevice) -> None:
     """Forged, or of a device that the reader's cannot reach."""
     share = other.share
-    monkeypatch.setattr(
-        other, "share", lambda address: share(address)._replace(handle=bytes(64))
+    other.share = lambda at: share(at)._replace(  # type: ignore[method-assign]
+        handle=bytes(64)
     )
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        assert remote.way == WAY
-        ticket = window.offer(SOURCE)
-        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
-        assert outcome.complete, outcome.missing
-        assert remote.way == "messages"
-        await closed(window, remote, device)
 
 
-async def test_an_allocation_that_is_smaller_than_the_window(
-    device: SimulatedDevice, other: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+def _too_small(other: SimulatedDevice, small: SimulatedDevice) -> None:
+    """The reader's own driver reports less than the window: nothing is touched."""
+    share, handle = other.share, small.share(small.allocate(4096)).handle
+    other.share = lambda at: share(at)._replace(  # type: ignore[method-assign]
+        handle=handle
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "way"),
+    [
+        (_no_handle, "messages"),
+        (_of_nothing, WAY),
+        (_too_small, WAY),
+        (None, "messages"),
+    ],
+    ids=["no handle", "opens nothing", "too small", "no tracing"],
+)
+async def test_memory_that_cannot_be_opened_is_read_by_messages(
+    device: SimulatedDevice,
+    other: SimulatedDevice,
+    spoil: Callable[[SimulatedDevice, SimulatedDevice], None] | None,
+    way: str,
 ) -> None:
-    """What the reader's own driver reports counts: nothing beyond it is touched."""
+    """Known from the beginning, or found out by the first get."""
+    settings: dict[str, Any] = {}
     small = SimulatedDevice(4096)
-    share = other.share
-    handle = small.share(small.allocate(4096)).handle
-    monkeypatch.setattr(
-        other, "share", lambda address: share(address)._replace(handle=handle)
-    )
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        ticket = window.offer(SOURCE)
-        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
-        assert outcome.complete, outcome.missing
-        assert remote.way == "messages"
+    if spoil is None:  # the process may not be read
+        settings = {"backends": {"local": {"way": "arena"}}}
+    else:
+        spoil(other, small)
+    async with opened(device, other, **settings) as w:
+        assert w.remote.way == way
+        assert await w.moves()
+        assert w.remote.way == "messages"
         assert not device.opened
-        await closed(window, remote, device)
     small.close()
 
 
@@ -308,14 +288,10 @@ async def test_a_device_that_fails_keeps_the_blocks(
     device: SimulatedDevice, other: SimulatedDevice
 ) -> None:
     """They are missing, and never reported as free: it may still write to them."""
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        ticket = window.offer(SOURCE)
-        assert (await remote.get(ticket, into=target.paged, blocks=TARGET)).complete
+    async with opened(device, other) as w:
+        assert await w.moves()
         device.fail("a kernel went wrong")
-        request = remote.get(ticket, into=target.paged, blocks=TARGET)
+        request = w.get()
         outcome = await request
         assert len(outcome.missing) == len(TARGET)
         assert "a kernel went wrong" in outcome.missing["kv", TARGET[0]]
@@ -323,51 +299,31 @@ async def test_a_device_that_fails_keeps_the_blocks(
         await turns(20)
         assert not released.done()
         released.cancel()
-        await closed(window, remote, device)
 
 
 async def test_the_owner_waits_until_nothing_of_it_is_open(
     device: SimulatedDevice, other: SimulatedDevice
 ) -> None:
     """CUDA does not define what becomes of memory that is freed while it is open."""
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        ticket = window.offer(SOURCE)
-        assert (await remote.get(ticket, into=target.paged, blocks=TARGET)).complete
-        device.hold()
-        request = remote.get(ticket, into=target.paged, blocks=TARGET)
-        reader = remote._opened.reader
-        assert reader is not None
-        await until(lambda: reader.busy)
-        closing = asyncio.ensure_future(window.close())
+    async with opened(device, other) as w:
+        request = await w.busy()
+        closing = asyncio.ensure_future(w.window.close())
         await turns(50)
         assert not closing.done()
         device.release()
         await closing
         assert not device.opened
-        outcome = await request
-        assert len(outcome.missing) == len(TARGET)
-        await remote.close()
+        assert len((await request).missing) == len(TARGET)
 
 
 async def test_a_lane_that_ends_ends_its_window(
     device: SimulatedDevice, other: SimulatedDevice
 ) -> None:
-    source = Cache(other, seed=1)
-    target = Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        ticket = window.offer(SOURCE)
-        assert (await remote.get(ticket, into=target.paged, blocks=TARGET)).complete
-        await both.right.close()
-        await until(lambda: remote.owner_gone)
-        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
-        assert len(outcome.missing) == len(TARGET)
-        await remote.close()
-        await window.close()
-        await until(lambda: not device.opened)
+    async with opened(device, other) as w:
+        assert await w.moves()
+        await w.both.right.close()
+        await until(lambda: w.remote.owner_gone)
+        assert len((await w.get()).missing) == len(TARGET)
 
 
 # --- records --------------------------------------------------------------------------
