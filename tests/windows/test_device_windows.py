@@ -240,7 +240,7 @@ def _no_handle(other: SimulatedDevice, _: SimulatedDevice) -> None:
 def _of_nothing(other: SimulatedDevice, _: SimulatedDevice) -> None:
     """Forged, or of a device that the reader's cannot reach."""
     share = other.share
-    other.share = lambda at: share(at)._replace(  # type: ignore[method-assign]
+    other.share = lambda address: share(address)._replace(  # type: ignore[method-assign]
         handle=bytes(64)
     )
 
@@ -248,7 +248,7 @@ def _of_nothing(other: SimulatedDevice, _: SimulatedDevice) -> None:
 def _too_small(other: SimulatedDevice, small: SimulatedDevice) -> None:
     """The reader's own driver reports less than the window: nothing is touched."""
     share, handle = other.share, small.share(small.allocate(4096)).handle
-    other.share = lambda at: share(at)._replace(  # type: ignore[method-assign]
+    other.share = lambda address: share(address)._replace(  # type: ignore[method-assign]
         handle=handle
     )
 
