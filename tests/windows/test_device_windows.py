@@ -186,19 +186,12 @@ async def test_a_window_that_no_thread_can_open_is_not_opened_later(
     device: SimulatedDevice, other: SimulatedDevice
 ) -> None:
     """Nothing would close it."""
-    source, target = Cache(other, seed=1), Cache(device)
-    async with pair() as both:
-        window, remote = await opened(both, source)
-        ticket = window.offer(SOURCE)
+    async with opened(device, other) as w:
         with no_more_threads():
-            refused = await remote.get(ticket, into=target.paged, blocks=TARGET)
-        assert not refused.complete
+            assert not (await w.get()).complete
         await asyncio.to_thread(int)  # by the thread that would open it, too
         assert not device.opened
-        outcome = await remote.get(ticket, into=target.paged, blocks=TARGET)
-        assert outcome.complete, outcome.missing
-        assert (target.blocks(TARGET) == source.blocks(SOURCE)).all()
-        await closed(window, remote, device)
+        assert await w.moves()
 
 
 async def test_a_cache_in_host_memory_gets_blocks_by_messages(
