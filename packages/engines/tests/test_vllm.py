@@ -5,36 +5,15 @@ Needs vLLM, and the transformers that it brings; `make test-vllm` installs them.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Final
-
 import pytest
 
-from packages.vllm.tests.support.models import make_model
-from packages.vllm.tests.support.pairs import running
-from packages.vllm.tests.support.serving import NEEDS_VLLM, engine, prompt, tokens_of
-from packages.vllm.tests.support.store_server import StoreServer
-from tests.support.waiting import eventually
+from packages.vllm.tests.support.serving import NEEDS_VLLM
 
 pytestmark = [NEEDS_VLLM]
 
 torch = pytest.importorskip("torch", reason="torch: `make test-vllm` installs it")
-transformers = pytest.importorskip(
-    "transformers", reason="transformers: `make test-vllm` installs it"
-)
 
 from kvwire_engines.sources import PACKINGS  # noqa: E402
-from kvwire_engines.transformers import TransformersCaches  # noqa: E402
-from kvwire_store import BlockStore  # noqa: E402
-from kvwire_store.weights import weights_name  # noqa: E402
-
-# It would leave a thread behind.
-transformers.utils.logging.disable_progress_bar()
-
-BLOCK_TOKENS: Final = 128
-ANSWER_TOKENS: Final = 32
 
 
 @pytest.mark.parametrize(
@@ -70,53 +49,15 @@ def test_a_packing_is_that_of_the_kernel(
         assert torch.equal(found, wanted.float())
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[StoreServer]:
-    made = StoreServer(tmp_path)
-    yield made
-    made.kill()
+def test_vllm_prefills_and_transformers_decodes() -> None:
+    """All full blocks come from vLLM, and transformers answers as it does alone.
 
+    `python -m tests.programs.bench prefills` does it with more prompts.
+    """
+    pytest.importorskip("gguf", reason="gguf: `make test-vllm` installs it")
+    from tests.programs.bench import prefills
 
-def test_vllm_prefills_and_transformers_decodes(
-    server: StoreServer, tmp_path: Path
-) -> None:
-    """All full blocks of a prompt come from vLLM, and the answers are vLLM's."""
-    folder = make_model("gqa", tmp_path)
-    tiers = ["memory:16MiB", f"kvwire://{server.address}"]
-    connector = {
-        "kv_connector": "KvwireStoreConnector",
-        "kv_connector_module_path": "kvwire_vllm.store.connector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"tiers": tiers, "portable": True},
-    }
-    one = engine(folder, tmp_path, "vllm", 0, {"require": ["tcp"]}, beside=[connector])
-    prompts = [prompt(tokens, seed=1) for tokens in (40, 129, 300, 1000)]
-    full = sum(len(ids) // BLOCK_TOKENS for ids in prompts)
-    with running(one):
-        answers = [tokens_of(one.generate(ids, ANSWER_TOKENS)) for ids in prompts]
-        assert eventually(lambda: server.blocks() >= full)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-
-    async def decoded() -> list[tuple[int, list[int]]]:
-        found = []
-        async with BlockStore.open(tiers) as store:
-            weights = weights_name(str(folder))
-            kept = TransformersCaches(store, model, weights=weights, others=["vllm"])
-            for ids in prompts:
-                cache = transformers.DynamicCache(config=model.config)
-                known = await kept.get(ids, cache)
-                found.append((known, answered(model, ids[known:], cache)))
-        return found
-
-    usable = [(len(ids) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for ids in prompts]
-    assert asyncio.run(decoded()) == list(zip(usable, answers, strict=True))
-
-
-@torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not typed here
-def answered(model: Any, fresh: list[int], cache: Any) -> list[int]:
-    answer: list[int] = []
-    for _ in range(ANSWER_TOKENS):
-        logits = model(torch.tensor([fresh]), past_key_values=cache).logits
-        fresh = [int(logits[0, -1].argmax())]
-        answer += fresh
-    return answer
+    found = prefills.measure(prompts=4, seed=1)
+    assert found.taken.equal + found.taken.near_ties == found.prompts == 4, found
+    assert found.tokens[1] > found.tokens[0] / 2
+    assert found.taken.apart < prefills.NEAR_TIE

@@ -250,6 +250,23 @@ def sessions(
 
 
 @app.command
+def prefills(
+    *, prompts: Annotated[int, within(1, 100_000)] = 500, seed: int = 0
+) -> None:
+    """Whether transformers decodes what vLLM has prefilled as it does alone.
+
+    `make test-vllm` installs both.
+
+    Args:
+        prompts: Prompts of 10 to 2,000 tokens, each with 64 greedy tokens.
+        seed: The seed of the prompts.
+    """
+    from tests.programs.bench import prefills as pairs
+
+    print(pairs.measure(prompts, seed, print))
+
+
+@app.command
 def install() -> None:
     """How to install the peers."""
     for peer in PEERS.values():

@@ -115,20 +115,28 @@ class LlamaCppEnd(End):
             *command, stdin=PIPE, stdout=PIPE, stderr=asyncio.subprocess.DEVNULL
         )
         assert process.stdout is not None
-        port = await process.stdout.readline()
+        try:
+            port = await process.stdout.readline()
+        except asyncio.CancelledError:
+            await _end(process)
+            raise
         if not port:
             raise OSError("llama.cpp's server has ended at its start")
         return process, int(port)
 
     async def close(self) -> None:
         if self.starting is not None:
+            self.starting.cancel()  # nothing if it has started
             await asyncio.wait([self.starting])
-            if self.starting.exception() is None:
-                process, _ = self.starting.result()
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.communicate()
+            if not self.starting.cancelled() and not self.starting.exception():
+                await _end(self.starting.result()[0])
         self.folder.cleanup()
+
+
+async def _end(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.communicate()
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -23,7 +23,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -35,7 +35,9 @@ from kvwire.errors import KVWireError, UsageError, error_text, shown
 from kvwire.extras import needed_by
 from kvwire.kv.hashing import HashScheme
 from kvwire.kv.layout import AxisOrder
+from kvwire_engines.llamacpp.others import Blocks, OtherEngines
 from kvwire_engines.llamacpp.slot_file import (
+    Rows,
     SlotFile,
     SlotForm,
     TokenIds,
@@ -105,9 +107,13 @@ class LlamaCppSessions:
             computes; "" to derive it from the files that the server reports, if they
             are on this machine.
         tenant: The tenant that owns the blocks.
+        others: Other engines whose KV is taken too, if it is longer; see
+            :mod:`kvwire_engines.llamacpp.others`.
+        made_from: The folder that the GGUF was made from, which they have loaded.
 
     Raises:
-        UsageError: The folder is none, or aiohttp is not installed.
+        UsageError: The folder is none, aiohttp is not installed, or an engine is not
+            known.
     """
 
     def __init__(
@@ -118,6 +124,8 @@ class LlamaCppSessions:
         *,
         weights: str = "",
         tenant: str = "",
+        others: Sequence[str] = (),
+        made_from: str | Path = "",
     ) -> None:
         self.url: str = url.rstrip("/")
         if not re.match(r"https?://[^/]", self.url):
@@ -132,6 +140,12 @@ class LlamaCppSessions:
         self._weights = weights
         self._tenant = tenant
         self._scheme = HashScheme(BLOCK_TOKENS)
+        self._others = OtherEngines(others, made_from)
+        if others and weights:
+            raise UsageError(
+                f"others={others}: weights that need a name are not those of a folder "
+                "alone; leave one of the two out"
+            )
         self._session: aiohttp.ClientSession | None = None
         self._known: tuple[ServerIdentity, SlotForm] | None = None
         # bounded: the models that one server loads
@@ -251,23 +265,17 @@ class LlamaCppSessions:
         Cancel safety: a restore that has begun is finished first.
         """
         ids = np.asarray(tokens, np.int64)
-        hashes = self._scheme.block_hashes(ids[:-1])
-        if len(hashes) * BLOCK_TOKENS <= more_than:
+        if ids.size - 1 <= more_than:
             return 0
         before = identity or await self.identity(headers)
         name, form = await self._form(slot, before, headers)
-        probe, _ = self._landing(name, form, 1)
-        found = await self._store.match(hashes, probe, tenant=self._tenant)
-        if found * BLOCK_TOKENS <= more_than:
+        kinds = [Blocks(BLOCK_TOKENS, lambda count: self._landing(name, form, count))]
+        if self._others.engines and not before.adapters:
+            path = before.props[0]
+            kinds += await asyncio.to_thread(self._others.blocks, path, form)
+        made = await self._longest(kinds, ids, form, more_than)
+        if made is None:
             return 0
-        paged, rows = self._landing(name, form, found)
-        outcome = await self._store.get(
-            hashes[:found], paged, range(found), tenant=self._tenant
-        )
-        count = outcome.usable_tokens
-        if count <= more_than:
-            return 0
-        made = SlotFile(form, ids[:count], rows[:, :count])
         return await run_to_completion(self._restore(slot, made, before, headers))
 
     async def put(self, slot: int, headers: Mapping[str, str] | None = None) -> int:
@@ -316,6 +324,39 @@ class LlamaCppSessions:
         outcome = await put
         await put.drained()
         return outcome.usable_tokens
+
+    async def _longest(
+        self, kinds: Sequence[Blocks], ids: TokenIds, form: SlotForm, more_than: int
+    ) -> SlotFile | None:
+        """Return the longest stored beginning, the first of several as long."""
+        chains = {
+            size: HashScheme(size).block_hashes(ids[:-1])
+            for size in {kind.block_tokens for kind in kinds}
+        }
+        found = await gather_all(
+            *(
+                self._store.match(
+                    chains[kind.block_tokens], kind.landing(1)[0], tenant=self._tenant
+                )
+                for kind in kinds
+            )
+        )
+        blocks, best = max(
+            zip(found, kinds, strict=True), key=lambda one: one[0] * one[1].block_tokens
+        )
+        if blocks * best.block_tokens <= more_than:
+            return None
+        paged, rows = best.landing(blocks)
+        outcome = await self._store.get(
+            chains[best.block_tokens][:blocks],
+            paged,
+            range(blocks),
+            tenant=self._tenant,
+        )
+        count = outcome.usable_tokens
+        if count <= more_than:
+            return None
+        return SlotFile(form, ids[:count], rows()[:, :count])
 
     async def _restore(
         self,
@@ -438,11 +479,11 @@ class LlamaCppSessions:
 
     def _landing(
         self, name: str, form: SlotForm, blocks: int
-    ) -> tuple[PagedCache, Any]:
-        """Return memory for blocks, and the same memory as rows."""
+    ) -> tuple[PagedCache, Callable[[], Rows]]:
+        """Return memory for blocks, and what returns the same memory as rows."""
         shape = form.layers, blocks * BLOCK_TOKENS, form.row_bytes
         rows = np.empty(shape, np.uint8)
-        return self._paged(name, form, rows, blocks), rows
+        return self._paged(name, form, rows, blocks), lambda: rows
 
     def _new_file(self) -> Path:
         return self._folder / f"kvwire-{uuid.uuid4().hex}.slot"

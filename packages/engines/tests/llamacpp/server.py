@@ -88,6 +88,21 @@ def toy_model(path: Path, seed: int = 0) -> Path:
     return path
 
 
+def made_from(file: Path, folder: Path) -> Path:
+    """Save the weights of a toy for other engines, as transformers converts them."""
+    import torch
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    transformers.utils.logging.disable_progress_bar()  # it leaves a thread behind
+    fields = load_gguf_checkpoint(str(file))["config"]
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
+    loaded = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
+    model.load_state_dict(loaded["tensors"])
+    model.to(torch.float32).save_pretrained(folder)
+    return folder
+
+
 def prompt_of(seed: int, tokens: int) -> list[int]:
     """Return the tokens of a prompt."""
     rng = np.random.default_rng(seed)

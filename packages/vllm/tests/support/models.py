@@ -60,12 +60,19 @@ def make_model(kind: str, folder: Path, *, seed: int = 5, **sizes: int) -> Path:
     Of another seed it is a tune: its config is the same, and its weights are others.
     """
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     path = folder / kind.replace(" ", "-")
     torch.manual_seed(seed)
     _network(kind, sizes).to(torch.float32).save_pretrained(path)
+    write_word_tokenizer(path)
+    return path
+
+
+def write_word_tokenizer(path: Path) -> None:
+    """Give a model a tokenizer whose words are ``w0``, ``w1``, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     words = {f"w{index}": index for index in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -76,7 +83,6 @@ def make_model(kind: str, folder: Path, *, seed: int = 5, **sizes: int) -> Path:
         eos_token="w2",
         chat_template=TEMPLATE,
     ).save_pretrained(path)
-    return path
 
 
 def write_byte_tokenizer(path: Path) -> None:

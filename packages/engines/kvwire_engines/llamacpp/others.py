@@ -1,0 +1,253 @@
+"""KV of other engines as rows of a slot file: for a GGUF of the same weights.
+
+A GGUF has no name that its source has. So it is compared with the folder that it was
+made from: each tensor's values, by samples, and what its keys are rotated by. Then
+other engines' KV of that folder is that of the GGUF, in another order: its conversion
+has moved rows n and n + width / 2 of a head of ``q_proj`` and ``k_proj`` to 2n and
+2n + 1, and the elements of keys with them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvwire import PagedCache
+from kvwire.errors import UsageError, shown
+from kvwire.extras import needed_by
+from kvwire_engines.llamacpp.slot_file import Rows, SlotForm
+from kvwire_engines.sources import Shape, Source, vllm_sources
+from kvwire_store.conventions import Meaning, meaning_of, require_known
+from kvwire_store.weights import weights_name
+
+OTHERS: Final = ("transformers", "vllm")
+"""The engines whose KV llama.cpp has been tested with."""
+# ``ggml_type`` of a slot's rows: by which of the other engine's elements they are made.
+_ELEMENTS: Final[Mapping[int, tuple[str, ...]]] = {
+    0: ("float32",),
+    1: ("float32", "float16"),
+}
+_DTYPES: Final[Mapping[int, npt.DTypeLike]] = {0: np.float32, 1: np.float16}
+# Types of tensors, in GGUF and in safetensors, whose values are exact.
+_GGUF: Final = {0: "<f4", 1: "<f2", 30: "<u2"}
+_SAFETENSORS: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# Rows of a tensor that are compared: training changes most of them.
+_SAMPLES: Final = 16
+
+
+class Blocks(NamedTuple):
+    """Blocks that a slot may be restored from.
+
+    Attributes:
+        block_tokens: Tokens of each.
+        landing: Returns memory for so many blocks, and what returns, once they have
+            landed, their rows.
+    """
+
+    block_tokens: int
+    landing: Callable[[int], tuple[PagedCache, Callable[[], Rows]]]
+
+
+class OtherEngines:
+    """The KV that other engines keep of the folder a GGUF was made from.
+
+    Args:
+        engines: Some of :data:`OTHERS`.
+        folder: The folder, with ``config.json`` and safetensors.
+
+    Attributes:
+        engines: The engines.
+
+    Raises:
+        UsageError: An engine is not known.
+    """
+
+    def __init__(self, engines: Sequence[str], folder: str | Path) -> None:
+        for engine in engines:
+            if engine not in OTHERS:
+                raise UsageError(
+                    f"KV of {engine} in llama.cpp: not known for engine {engine!r}; "
+                    f"known are {', '.join(OTHERS)}"
+                )
+        self.engines: tuple[str, ...] = tuple(engines)
+        self._folder = Path(folder)
+        # bounded: the models that one server loads
+        self._known: dict[tuple[str, str], list[Blocks]] = {}
+
+    def blocks(self, file: str, form: SlotForm) -> list[Blocks]:
+        """Return where blocks for slots of this form may be; it reads the files.
+
+        Args:
+            file: The GGUF.
+            form: The form of its server's slots.
+
+        Raises:
+            UsageError: They are not of the same weights, or it is not known what the
+                other engines' KV means here.
+        """
+        key = file, form.name
+        if key not in self._known:
+            self._known[key] = self._blocks(Path(file), form)
+        return self._known[key]
+
+    def _blocks(self, file: Path, form: SlotForm) -> list[Blocks]:
+        where = f"KV of {', '.join(self.engines)} in llama.cpp"
+        meaning, heads, width = _compared(where, file, self._folder)
+        for engine in self.engines:
+            require_known(where, engine, meaning)
+        if form.key[0] not in _ELEMENTS or form.value[0] != form.key[0]:
+            raise UsageError(
+                f"{where}: the slots are {form.name}; known are f16 and f32, the same "
+                "for keys and values"
+            )
+        row_bytes = heads * width * np.dtype(_DTYPES[form.key[0]]).itemsize
+        if (form.key[1], form.value[1], form.rotations) != (
+            row_bytes,
+            row_bytes,
+            (0, 0),
+        ):
+            raise UsageError(f"{where}: slots of another form: {form.name}")
+        weights = weights_name(str(self._folder))
+        found = []
+        for engine in self.engines:
+            named = meaning.named(weights, engine)
+            sources = [Source(named, 16)]
+            if engine == "vllm":
+                sources = vllm_sources(named)
+            for dtype in _ELEMENTS[form.key[0]]:
+                shape = Shape(form.layers, heads, width, dtype)
+                found += [_blocks_of(source, shape, form) for source in sources]
+        return found
+
+
+def _blocks_of(source: Source, shape: Shape, form: SlotForm) -> Blocks:
+    def landing(count: int) -> tuple[PagedCache, Callable[[], Rows]]:
+        landed = source.landing(shape, count)
+        return landed.paged, lambda: slot_rows(landed.rows(), form)
+
+    return Blocks(source.block_tokens, landing)
+
+
+def slot_rows(pairs: Sequence[tuple[Any, Any]], form: SlotForm) -> Rows:
+    """Return keys and values of other engines as the rows of a slot file."""
+    heads, count, width = pairs[0][0].shape
+    dtype = _DTYPES[form.key[0]]
+    rows = np.empty((form.layers, count, form.row_bytes), np.uint8)
+    made = rows.view(dtype).reshape(form.layers, count, 2, heads, width)
+    for layer, (keys, values) in enumerate(pairs):
+        halves = keys.reshape(heads, count, 2, width // 2)
+        made[layer, :, 0].reshape(count, heads, width // 2, 2)[...] = halves.transpose(
+            1, 0, 3, 2
+        )
+        made[layer, :, 1] = values.swapaxes(0, 1)
+    return rows
+
+
+def _compared(where: str, file: Path, folder: Path) -> tuple[Meaning, int, int]:
+    """Return what the KV of both means, KV heads, and the elements of a head.
+
+    Raises:
+        UsageError: Their weights differ, or it is not known whether they do.
+    """
+    with needed_by("others", extra="llamacpp", distribution="kvwire-engines"):
+        import gguf  # noqa: PLC0415 - for this alone
+
+    config = json.loads((folder / "config.json").read_bytes())
+    reader = gguf.GGUFReader(file)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    named = config.get("rope_parameters") or config.get("rope_scaling")
+    settings = SimpleNamespace(**config)
+    meaning = meaning_of(settings, named, config.get("rope_theta"))
+    heads = int(config["num_attention_heads"])
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    width = int(config.get("head_dim") or config["hidden_size"] // heads)
+    architecture = fields["general.architecture"]
+    _require(where, file, "general.architecture", architecture, "llama")
+    _require(where, file, "rope_type", meaning.rotation, "default")
+    layers = int(config["num_hidden_layers"])
+    for name, wanted in (
+        ("block_count", layers),
+        ("attention.head_count_kv", kv_heads),
+        ("rope.dimension_count", width),
+        ("rope.freq_base", dict(meaning.numbers).get("rope_theta")),
+        ("rope.scaling.type", None),
+        ("attention.layer_norm_rms_epsilon", np.float32(meaning.epsilon)),
+    ):
+        _require(where, file, name, fields.get(f"llama.{name}"), wanted)
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    tensors = {one.name: one for one in reader.tensors}
+    for name, values in _tensors(folder):
+        found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+        tensor = tensors.pop(str(found), None)
+        if tensor is None:
+            raise UsageError(f"{where}: {file} has no tensor of {shown(name)}")
+        order = np.arange(len(values))
+        for part, count in (("q_proj", heads), ("k_proj", kv_heads)):
+            if f".{part}." in name:
+                halves = order.reshape(count, 2, width // 2)
+                order = halves.swapaxes(1, 2).reshape(-1)
+        if not _same_values(tensor, values, order):
+            raise UsageError(
+                f"{where}: {shown(name)} has other values in {file}: it is quantised, "
+                f"or was made of other weights than {folder}"
+            )
+    if tensors:
+        raise UsageError(f"{where}: {folder} has no tensor of {min(tensors)}")
+    return meaning, kv_heads, width
+
+
+def _require(where: str, file: Path, what: str, found: Any, wanted: Any) -> None:
+    if found != wanted:
+        raise UsageError(
+            f"{where}: not known for {file}: {what} is {found}, and not {wanted}"
+        )
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each tensor of the safetensors in a folder, as a view of its file."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            dtype = _SAFETENSORS.get(entry["dtype"])
+            if dtype is None:
+                raise UsageError(f"{path}: {shown(name)} is {shown(entry['dtype'])}")
+            yield (
+                name,
+                np.memmap(
+                    path,
+                    dtype,
+                    "r",
+                    8 + size + entry["data_offsets"][0],
+                    tuple(entry["shape"]),
+                ),
+            )
+
+
+def _same_values(tensor: Any, values: Any, order: Any) -> bool:
+    """Compare rows of a GGUF's tensor with those of its source, in that order."""
+    kind = _GGUF.get(int(tensor.tensor_type))
+    if kind is None:
+        return False
+    theirs = tensor.data.reshape(len(tensor.data), -1).view(kind)
+    ours = values.reshape(len(values), -1)
+    if theirs.shape != ours.shape:
+        return False
+    picked = np.unique(np.linspace(0, len(ours) - 1, _SAMPLES).astype(np.int64))
+    if ours.shape[1] == 1:
+        picked = np.arange(len(ours))  # a vector
+    return np.array_equal(_exact(theirs[picked]), _exact(ours[order[picked]]))
+
+
+def _exact(values: Any) -> Any:
+    if values.dtype == np.uint16:  # bfloat16
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)

@@ -1,0 +1,129 @@
+"""transformers prefills, llama.cpp goes on: the same weights in two files.
+
+Needs torch and transformers beside xllamacpp and gguf: `make test-torch`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from kvwire.errors import UsageError
+from kvwire_engines.llamacpp import LlamaCppSessions
+from kvwire_store import BlockStore
+from kvwire_store.weights import weights_name
+from packages.engines.tests.llamacpp.server import (
+    llama_server,
+    made_from,
+    prompt_of,
+    toy_model,
+)
+
+_WHY: Final = "not installed here; `make test-torch` installs it"
+torch = pytest.importorskip("torch", reason=f"torch: {_WHY}")
+transformers = pytest.importorskip("transformers", reason=f"transformers: {_WHY}")
+
+from kvwire_engines.transformers import TransformersCaches  # noqa: E402
+
+LENGTHS: Final = (40, 129, 300, 1000)
+# Largest differences of a log-probability, whose standard deviation is about 3. With
+# flash attention llama.cpp computes in f16, and differs from itself as much.
+NEAR: Final = {("f32", "DISABLED"): 1e-3, ("f16", "AUTO"): 0.3}
+
+
+@pytest.fixture(scope="module")
+def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_from(model, tmp_path_factory.mktemp("made") / "from")
+
+
+async def prefilled(store: BlockStore, folder: Path, prompts: list[list[int]]) -> None:
+    """Let transformers compute prompts, and store them."""
+    torch.set_num_threads(1)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    kept = TransformersCaches(store, model, weights=weights_name(str(folder)))
+    for prompt in prompts:
+        with torch.inference_mode():
+            output = model(torch.tensor([prompt]), use_cache=True)
+        cache = output["cache" if "cache" in output else "past_key_values"]
+        assert await kept.put(prompt, cache) == len(prompt) // 16 * 16
+
+
+def likely(answer: dict[str, Any]) -> dict[int, float]:
+    found = answer["completion_probabilities"][0]["top_logprobs"]
+    return {one["id"]: one["logprob"] for one in found}
+
+
+@pytest.mark.parametrize(("kind", "flash"), list(NEAR))
+async def test_transformers_prefills_and_llamacpp_decodes(
+    *, kind: str, flash: str, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    prompts = [prompt_of(length, length) for length in LENGTHS]
+    async with (
+        BlockStore.open(["memory:64MiB"]) as store,
+        llama_server(model, tmp_path, "--kv", kind, "--flash", flash) as server,
+        LlamaCppSessions(
+            store,
+            server.url,
+            server.folder,
+            others=["transformers"],
+            made_from=folder,
+        ) as sessions,
+    ):
+        await prefilled(store, folder, prompts)
+        for prompt in prompts:
+            asked: dict[str, Any] = {"n_probs": 5, "id_slot": 0, "count": 32}
+            alone = await server.complete(prompt, cache_prompt=False, **asked)
+            await server.complete([97], cache_prompt=False, id_slot=0, count=1)
+            known = await sessions.get(0, prompt)
+            assert known == (len(prompt) - 1) // 16 * 16
+            answer = await server.complete(prompt, **asked)
+            assert answer["timings"]["cache_n"] == known
+            expected, found = likely(alone), likely(answer)
+            both = expected.keys() & found.keys()
+            apart = max(abs(expected[one] - found[one]) for one in both)
+            print(f"{kind} {flash}: {len(prompt)} tokens, {apart:.1e}")
+            assert apart < NEAR[kind, flash]
+            if kind == "f32":
+                assert answer["tokens"] == alone["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("others", "kind", "seed", "fields", "said"),
+    [
+        (["sglang"], "f16", 0, {}, "not known for engine 'sglang'; known are tr"),
+        (["transformers"], "q8_0", 0, {}, "q8_0x136 .*; known are f16 and f32"),
+        (["transformers"], "f16", 9, {}, "has other values in .*toy.gguf"),
+        (["transformers"], "f16", 0, {"rope_theta": 2e4}, "freq_base is 10000.0, and"),
+        (["transformers"], "f16", 0, {"rope_type": "linear"}, "rope_type is linear"),
+    ],
+)
+async def test_a_pair_that_is_not_known_is_refused(
+    *,
+    others: list[str],
+    kind: str,
+    seed: int,
+    fields: dict[str, Any],
+    said: str,
+    folder: Path,
+    tmp_path: Path,
+) -> None:
+    """Another seed's weights, and rotations of which the GGUF has no trace."""
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] |= fields
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(config))
+    (other / "model.safetensors").symlink_to(folder / "model.safetensors")
+    file = toy_model(tmp_path / "toy.gguf", seed)
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        llama_server(file, tmp_path, "--kv", kind) as server,
+    ):
+        with pytest.raises(UsageError, match=said):
+            async with LlamaCppSessions(
+                store, server.url, server.folder, others=others, made_from=other
+            ) as sessions:
+                await sessions.get(0, prompt_of(0, 64))
