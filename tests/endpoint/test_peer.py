@@ -209,7 +209,7 @@ async def test_a_member_that_has_left_costs_its_time_once(tmp_path: Path) -> Non
         async with kvwire.open(directory=f"file:{tmp_path}", name="late") as late:
             await late.listen("127.0.0.1:0")
             late.announce(role="prefill")
-            await until(peer._candidates)
+            await until(lambda: inside.candidates(peer))
             assert (await peer.connect()).peer.name == "late"
 
 
@@ -522,7 +522,7 @@ async def test_the_least_busy_is_taken(tmp_path: Path) -> None:
         for member, load in zip(members, (0.9, 0.1, 0.5), strict=True):
             member.announce(role="decode", load=load, labels={"told": "yes"})
         peer = seeker.peer("role=decode,told=yes")
-        await until(lambda: len(peer._candidates()) == 3)
+        await until(lambda: len(inside.candidates(peer)) == 3)
         assert await name_of(peer) == "b"
 
 
@@ -534,8 +534,12 @@ async def test_a_peer_stays_with_the_member_that_it_has_dialled(tmp_path: Path) 
         peer = seeker.peer("role=decode")
         assert await name_of(peer) == "a"
         members[0].announce(role="decode", load=1.0)
-        known = seeker._membership.members
-        await until(lambda: min(known.values(), key=lambda one: one.load).name == "b")
+        await until(
+            lambda: (
+                min(inside.members(seeker).values(), key=lambda one: one.load).name
+                == "b"
+            )
+        )
         assert (await seeker.members("role=decode"))[0].name == "b"
         assert await name_of(peer) == "a"
 
@@ -579,7 +583,7 @@ async def test_lanes_of_one_of_many_members_have_as_much_time(
     options: dict[str, Any] = {**BESIDE, "handshake_timeout_s": PATIENCE_S}
     async with fleet(tmp_path, "abcd", **options) as (seeker, _):
         peer = seeker.peer("role=decode")
-        await until(lambda: len(peer._candidates()) == 4)
+        await until(lambda: len(inside.candidates(peer)) == 4)
         connection = await peer.connect()
         assert connection.transport == "tcp"
         why = reasons(connection.transport_report)["inproc"]
@@ -638,7 +642,7 @@ async def test_a_record_has_what_others_choose_by(tmp_path: Path) -> None:
 async def test_a_member_that_is_withdrawn_is_replaced(tmp_path: Path) -> None:
     async with fleet(tmp_path, "ab", lease_s=0.1) as (seeker, members):
         peer = seeker.peer("role=decode")
-        await until(lambda: len(peer._candidates()) == 2)
+        await until(lambda: len(inside.candidates(peer)) == 2)
         first = await peer.connect()
         going = next(m for m in members if m.name == first.peer.name)
         await going.withdraw()
@@ -653,7 +657,7 @@ async def test_a_lost_record_does_not_end_a_connection(tmp_path: Path) -> None:
         peer = seeker.peer("role=decode")
         first = await peer.connect()
         await members[0].withdraw()
-        await until(lambda: not peer._candidates())
+        await until(lambda: not inside.candidates(peer))
         assert peer.connection is first
         await peer.send(1, b"still there")
         members[0].announce(role="decode")
@@ -698,7 +702,7 @@ async def test_forged_records_cost_attempts_and_no_more(tmp_path: Path) -> None:
         for number, address in enumerate(where):
             await forged.announce(record(number, role="decode", address=address))
         peer = seeker.peer("role=decode")
-        await until(lambda: len(peer._candidates()) == 5)
+        await until(lambda: len(inside.candidates(peer)) == 5)
         sent = peer.send(1, b"for a")
         inbound = await members[0].accept()
         assert await inbound.recv(1) == b"for a"
@@ -730,8 +734,8 @@ async def test_attempts_of_a_round_are_bounded(tmp_path: Path) -> None:
         for number in range(1, 40):
             await forged.announce(record(number, role="decode"))
         peer = seeker.peer("role=decode")
-        await until(lambda: len(seeker._membership.members) == 39)
-        assert len(peer._candidates()) == 16
+        await until(lambda: len(inside.members(seeker)) == 39)
+        assert len(inside.candidates(peer)) == 16
         with pytest.raises(kvwire.ConnectError, match="refused"):
             await peer.connect()
         # Who has failed comes last, so that everybody's turn comes.

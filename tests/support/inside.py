@@ -54,6 +54,16 @@ def drivers(of: kvwire.Communicator) -> dict[Driver, None]:
     return of._links.drivers
 
 
+def members(of: kvwire.Communicator) -> dict[str, Any]:
+    """The members of its directory that it knows now."""
+    return dict(of._membership.members)
+
+
+def candidates(of: kvwire.Peer) -> list[Any]:
+    """The members that a peer would try now, in their order."""
+    return list(of._candidates())
+
+
 def reception(of: kvwire.Communicator) -> Acceptor:
     """Its connections from others that are not accepted yet."""
     return of._acceptor

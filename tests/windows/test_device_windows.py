@@ -27,6 +27,7 @@ from kvwire_local.device_blocks import (
     read_allocations,
     shared_allocations,
 )
+from tests.support import inside
 from tests.support.pairs import Pair, connected, turns, until
 from tests.support.simulated_device import SimulatedArray, SimulatedDevice
 from tests.test_aio import no_more_threads
@@ -112,7 +113,7 @@ class Open:
         assert await self.moves()
         self.target.device.hold()
         request = self.get()
-        reader = self.remote._opened.reader
+        reader = inside.reader(self.remote)
         assert reader is not None
         await until(lambda: reader.busy)
         return request
