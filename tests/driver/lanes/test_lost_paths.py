@@ -111,6 +111,39 @@ async def test_a_transfer_goes_on_elsewhere_and_drains(
         assert "its path is lost: nothing has" in reports or transport == "tcp"
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_each_waiter_of_joined_transfers_has_its_layer_and_their_outcome(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raise_again_after(monkeypatch, PATIENCE_S)
+    async with beside(transport) as pair:
+        nothing_arrives(pair, monkeypatch)
+        targets = [layers(0), layers(0)]
+        for rank in range(2):
+            paged = kvwire.PagedCache(SPEC, layers(1 + rank))
+            out = pair.far.publish(f"x/{rank}", paged, range(BLOCKS))
+            out.ready(layers=slice(0, 2))
+            out.finish()
+        joined = kvwire.join(
+            *(
+                pair.left.pull(f"x/{rank}", kvwire.PagedCache(SPEC, into), range(BLOCKS))
+                for rank, into in enumerate(targets)
+            )
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            waiters = [asyncio.ensure_future(joined.layer(n % 2)) for n in range(4)]
+            outcomes = await asyncio.gather(*map(_outcome, [joined] * 3))
+            await asyncio.gather(*waiters)
+            await joined.drained()
+        assert all(outcome.complete for outcome in outcomes)
+        for rank, target in enumerate(targets):
+            assert all((layer == 1 + rank).all() for layer in target)
+
+
+async def _outcome(joined: kvwire.Joined) -> kvwire.Outcome:
+    return await joined
+
+
 async def test_a_window_is_read_by_messages_once_gets_are_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
