@@ -126,7 +126,9 @@ async def test_each_waiter_of_joined_transfers_has_its_layer_and_their_outcome(
             out.finish()
         joined = kvwire.join(
             *(
-                pair.left.pull(f"x/{rank}", kvwire.PagedCache(SPEC, into), range(BLOCKS))
+                pair.left.pull(
+                    f"x/{rank}", kvwire.PagedCache(SPEC, into), range(BLOCKS)
+                )
                 for rank, into in enumerate(targets)
             )
         )
