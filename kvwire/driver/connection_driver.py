@@ -346,11 +346,13 @@ class ConnectionDriver(LinkHandler):
                     place, arrival.header, self._copies, arrival
                 )
                 return landing
-        elif arrival.place is _WHOLE:
-            place = mid_page_memory(length).data
         elif arrival.place is not _NOWHERE:
             # Clearing much memory would only drive other things out of the cache.
             much = length > _CLEARED_BYTES_MAX
+            if much and arrival.place is _WHOLE:
+                place = mid_page_memory(length).data
+                landing.place = landing.payload = place
+                return landing
             place = memoryview(uncleared(length) if much else bytearray(length))
         landing.place = landing.payload = place
         return landing

@@ -43,7 +43,9 @@ from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
     Ended,
     MemoryWanted,
+    MessageArrived,
     MessageDropped,
+    MessageKept,
     RequestDone,
     SegmentLanded,
     SegmentMarked,
@@ -594,14 +596,13 @@ class Connection(AsyncWith):
 
     def _post_sink(self, sink: MessageSink, tag: int) -> None:
         """Post the receive of a sink's next message."""
-        record = self._core.recv(tag, None, self._message_bytes, None)
+        record = self._core.recv(tag, None, self._message_bytes, None, stays=True)
         record.context = sink
         sink.posted = record
         if not self._driver.running and self._outbox.events:
             self._driver.run()  # it may post the receive after this one
 
     def _withdraw_sink(self, record: RequestRecord) -> None:
-        record.context = None
         self._core.withdraw(record)
         self._driver.run()
 
@@ -681,6 +682,8 @@ class Connection(AsyncWith):
             TransferSettled: self._of_transfer,
             TransferAgreed: self._of_transfer,
             TransferOpened: partial(self._services.registry.opened, self._driver),
+            MessageArrived: _act_on,
+            MessageKept: self._keep,
             MessageDropped: lambda event: self._driver.held.pop(event.buffer),
             MemoryWanted: self._provide,
             **self._shown.acts(),
@@ -708,6 +711,11 @@ class Connection(AsyncWith):
             self._core.fail(exc)
         except ProfileMismatch as exc:
             leg.refuse(exc, WireCode.PROFILE)
+
+    def _keep(self, event: MessageKept) -> None:
+        """Hold the bytes of a message whose sink has ended while it arrived."""
+        held = memoryview(bytearray(event.body))
+        self._driver.held[event.buffer] = held  # bounded: EAGER_WINDOW_BYTES
 
     def _provide(self, event: MemoryWanted) -> None:
         """Allocate memory for a message that matches a receive without ``into``."""
@@ -775,3 +783,10 @@ class Connection(AsyncWith):
         assert isinstance(held, memoryview)
         assert isinstance(held.obj, bytearray)
         return held.obj
+
+
+def _act_on(event: MessageArrived) -> None:
+    """Pass a message to the sink that stays posted for it."""
+    sink = event.request.context
+    assert isinstance(sink, MessageSink)
+    sink._arrived(memoryview(event.body))

@@ -14,7 +14,7 @@ from kvwire.aio import LoopThread
 from kvwire.errors import KVWireError
 from kvwire.proto.records import RequestRecord
 
-MessageAct = Callable[[bytearray], bool]
+MessageAct = Callable[[memoryview], bool]
 """Acts on a message; returns whether the next one may come."""
 
 
@@ -33,10 +33,13 @@ class SinkOwner(Protocol):
 
 
 class MessageSink:
-    """One receive of a tag, posted again after each message.
+    """One receive of a tag, which stays posted while messages are small.
+
+    A large message ends it, and so does one that had arrived before; then it is posted
+    again.
 
     Attributes:
-        posted: The receive that has no message yet.
+        posted: The receive, while it is posted.
         over: Set when the function wants no more messages; or has the error of the
             connection, of a message, or of the function.
     """
@@ -52,7 +55,7 @@ class MessageSink:
         self.over = connection._thread.loop.create_future()
 
     def post(self) -> None:
-        """Receive the next message; the driver runs after this."""
+        """Receive messages; the driver runs after this."""
         try:
             self._connection._post_sink(self, self._tag)
         except KVWireError as exc:
@@ -60,26 +63,34 @@ class MessageSink:
 
     def close(self) -> None:
         """Receive no more."""
-        if self.posted is not None:
-            self._connection._withdraw_sink(self.posted)
-            self.posted = None
+        posted = self.posted
+        self.posted = None
+        if posted is not None:
+            self._connection._withdraw_sink(posted)
 
     def _complete(self, data: Any, error: KVWireError | None) -> None:
         """Act on a message, or on the error of a receive; see Request."""
+        closed = self.posted is None
         self.posted = None
         if data is None:
-            self._end(error)
+            if not closed:
+                self._end(error)
             return
+        self._arrived(memoryview(data))
+        if not (closed or self.over.done()):
+            self.post()
+
+    def _arrived(self, message: memoryview) -> None:
+        """Act on a message; the receive may still be posted."""
         # Also if the wait was cancelled in this turn, or the message would be lost.
         try:
-            goes_on = self._act(data)
+            if self._act(message):
+                return
         except Exception as exc:  # noqa: BLE001 - raised where the sink is awaited
             self._end(exc)
         else:
-            if goes_on:
-                self.post()
-            else:
-                self._end(None)
+            self._end(None)
+        self.close()
 
     def _end(self, error: Exception | None) -> None:
         if self.over.done():

@@ -305,7 +305,10 @@ def all_named(lists: Iterable[Ids]) -> bool:
     """Return whether every position of these lists has a block."""
     # This runs for every transfer that ends. Unnamed positions are always last, so
     # looking at the end is enough.
-    return not any(ids.size and ids.item(-1) == UNNAMED for ids in lists)
+    for ids in lists:  # noqa: SIM110 - a generator is a call for each list
+        if ids.size and ids.item(-1) == UNNAMED:
+            return False
+    return True
 
 
 def nothing_missing(groups: Mapping[str, range]) -> MissingBlocks:

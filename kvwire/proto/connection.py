@@ -262,7 +262,7 @@ class ConnectionCore:
         if arrival.place is _NOWHERE:
             return
         if header.type == _MESSAGE:
-            self.messages.message_landed(arrival, intact=intact)
+            self.messages.message_landed(arrival, body, intact=intact)
             if self.phase is _OPEN:
                 return  # the frame needs no acknowledgement and ends nothing
         elif header.type == _DATA:
@@ -425,10 +425,13 @@ class ConnectionCore:
         deadline: float | None,
         *,
         on_device: bool = False,
+        stays: bool = False,
     ) -> RequestRecord:
         """Receive the next message of a tag, of at most ``nbytes`` bytes.
 
-        With ``on_device`` the front has to permit the landing: see MemoryWanted.
+        With ``on_device`` the front has to permit the landing: see MemoryWanted. With
+        ``stays``, and without a buffer, small messages do not end it: see
+        MessageArrived.
 
         Raises:
             ConnectionClosed: No message of this tag has arrived, and none can arrive.
@@ -443,6 +446,7 @@ class ConnectionCore:
             deadline=deadline,
             state=_POSTED,
             on_device=on_device,
+            stays=stays,
         )
         self.messages.post(request)
         return request

@@ -58,6 +58,28 @@ class MemoryWanted(msgspec.Struct, frozen=True, kw_only=True):
     held: BufferId | None = None
 
 
+class MessageArrived(msgspec.Struct, frozen=True):
+    """Reports a message whose RECV remains posted.
+
+    Attributes:
+        request: The RECV.
+        body: The message.
+    """
+
+    request: RequestRecord
+    body: bytes | memoryview
+
+
+class MessageKept(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports the bytes of a message whose RECV ended while it arrived.
+
+    The front keeps them as those of a held message.
+    """
+
+    buffer: BufferId
+    body: bytes | memoryview
+
+
 class MessageDropped(msgspec.Struct, frozen=True, kw_only=True):
     """Reports a held message that was dropped; the front may free its memory."""
 
@@ -230,6 +252,8 @@ WindowEvent = (
 Event = (
     RequestDone
     | MemoryWanted
+    | MessageArrived
+    | MessageKept
     | MessageDropped
     | Ended
     | TransferOpened

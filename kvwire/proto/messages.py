@@ -17,6 +17,10 @@ A device may still be using memory that a send reads or a receive writes. So an 
 message for a device is always held until the front has copied it there, and a larger
 message moves only when the front permits it. Both take their place in the queues at
 once.
+
+A receive without a buffer may *stay*: a small message that finds it posted is reported
+with its bytes, and needs neither a request nor a held buffer. Any other message ends
+the receive as usual.
 """
 
 from __future__ import annotations
@@ -38,7 +42,13 @@ from kvwire.errors import (
 from kvwire.limits import REQUESTS_MAX
 from kvwire.proto.chunks import ChunkMover
 from kvwire.proto.credits import ReceiveCredit, SendCredit
-from kvwire.proto.events import MemoryWanted, MessageDropped, Outbox
+from kvwire.proto.events import (
+    MemoryWanted,
+    MessageArrived,
+    MessageDropped,
+    MessageKept,
+    Outbox,
+)
 from kvwire.proto.holds import Holds
 from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord
 from kvwire.proto.requests import RequestTable
@@ -60,6 +70,8 @@ DISCARDED_TAGS_MAX: Final = 4096
 
 _MESSAGE = int(FrameType.MESSAGE)
 _BUFFER = ChunkPlace.BUFFER
+_POSTED = RequestStage.POSTED
+_TO_CORE = ChunkPlace.WHOLE
 # The states of a receive that an eager message lands in; no others are possible.
 _MOVING = REQUEST_TRANSITIONS[RequestKind.RECV, RequestStage.POSTED, RequestInput.GO]
 _WHOLE = REQUEST_TRANSITIONS[RequestKind.RECV, _MOVING, RequestInput.MOVED]
@@ -263,6 +275,8 @@ class Messages:
         if tag not in self._waiting and (posted := self._posted.get(tag)):
             request = posted[0]
             buffer = request.buffer
+            if request.stays and length <= request.nbytes:
+                return ChunkArrival(_TO_CORE, header, request=request)
             if (
                 buffer is not None
                 and length <= request.nbytes
@@ -285,8 +299,19 @@ class Messages:
         self._arriving[arrival] = waiting  # bounded: EAGER_WINDOW_MESSAGES
         return arrival
 
-    def message_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
+    def message_landed(
+        self, arrival: ChunkArrival, body: bytes | memoryview, *, intact: bool
+    ) -> None:
         """Act on an eager message that has arrived."""
+        if arrival.place is _TO_CORE:
+            request = arrival.request
+            if intact and request is not None and request.state is _POSTED:
+                nbytes = arrival.header.length
+                if self._credit.taken(nbytes):
+                    self._give_credit_back()
+                self._outbox.report(MessageArrived(request, body))
+                return
+            self._keep(arrival, body, intact=intact)
         error = None if intact else IntegrityError("the message arrived damaged")
         waiting = self._arriving.pop(arrival)
         if waiting is not None:
@@ -315,6 +340,23 @@ class Messages:
         request.state = _WHOLE
         request.over = True
         self._requests.finish(request, in_use=True)
+
+    def _keep(
+        self, arrival: ChunkArrival, body: bytes | memoryview, *, intact: bool
+    ) -> None:
+        """Hold a message that no receive takes from the core.
+
+        The receive that found it has ended, or it arrived damaged and ends its receive.
+        """
+        tag = arrival.header.offset
+        buffer = self._holds.new()
+        self._holds.take(buffer)
+        nbytes = arrival.header.length
+        waiting = UnreceivedMessage(nbytes=nbytes, buffer=buffer, whole=False)
+        self._queue(tag, waiting)
+        self._arriving[arrival] = waiting  # bounded: EAGER_WINDOW_MESSAGES
+        if intact:
+            self._outbox.report(MessageKept(buffer=buffer, body=body))
 
     def announced(self, header: Header, body: Announce) -> None:
         """Handle ANNOUNCE: the peer's message waits for memory here."""

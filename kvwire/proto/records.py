@@ -102,6 +102,8 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
         damaged: Whether bytes of a get from a window did not match their checksum.
         on_device: Whether its memory is a device's, which may still be using it. The
             front permits the use, and copies held messages into the memory.
+        stays: Whether a RECV remains posted after a small message that found it posted:
+            MessageArrived has the bytes. Any other message ends it.
         context: The front's object for the request.
     """
 
@@ -123,6 +125,7 @@ class RequestRecord(msgspec.Struct, eq=False, kw_only=True):
     answer: WindowOpened | WindowGot | bytes | memoryview | None = None
     damaged: bool = False
     on_device: bool = False
+    stays: bool = False
     context: object = None
 
     def advance(self, event: RequestInput) -> None:

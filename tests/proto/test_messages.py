@@ -6,6 +6,7 @@ import pytest
 
 from kvwire import errors
 from kvwire.limits import REQUESTS_MAX
+from kvwire.proto.events import MessageArrived
 from kvwire.proto.messages import DISCARDED_TAGS_MAX
 from kvwire.proto.records import RequestRecord
 from kvwire.wire.control import Announce, Ready
@@ -108,6 +109,79 @@ def test_a_damaged_message_over_the_limit_is_held_by_nobody() -> None:
     refused = pair.server.recv(TAG, None, limit=len(SMALL) - 1)
     expect_error(pair.server, refused, errors.MessageTooLarge)
     assert pair.server.done[refused].held is None
+
+
+# --- receives that stay
+
+
+def passed_on(pair: ConnectionPair) -> list[tuple[RequestRecord, bytes]]:
+    """What receives that stay have got."""
+    events = pair.server.events
+    return [(e.request, bytes(e.body)) for e in events if isinstance(e, MessageArrived)]
+
+
+def test_a_receive_that_stays_gets_small_messages_until_another_one_comes() -> None:
+    """Twice as many as the server holds, then an announced one, which ends it."""
+    pair = ConnectionPair()
+    receive = pair.server.recv(TAG, None, stays=True)
+    sent = [b"%d" % number for number in range(16)]
+    for data in sent:
+        assert pair.client.send(TAG, data) is None, "there was no credit for it"
+        pair.run()
+    assert passed_on(pair) == [(receive, data) for data in sent]
+    assert receive not in pair.server.done
+    assert not pair.server.memory
+    pair.client.send(TAG, LARGE)
+    pair.client.send(TAG, b"behind it")
+    expect_fine(pair)
+    assert pair.server.received(receive) == LARGE
+    again = pair.server.recv(TAG, None, stays=True)
+    expect_fine(pair)
+    assert pair.server.received(again) == b"behind it"
+
+
+def test_a_message_over_the_limit_of_a_receive_that_stays() -> None:
+    pair = ConnectionPair()
+    receive = pair.server.recv(TAG, None, limit=3, stays=True)
+    pair.client.send(TAG, SMALL)
+    pair.run()
+    expect_error(pair.server, receive, errors.MessageTooLarge)
+    assert not passed_on(pair)
+
+
+def test_a_receive_that_stays_ends_with_a_damaged_message() -> None:
+    pair = ConnectionPair()
+    receive = pair.server.recv(TAG, None, stays=True)
+    pair.client.send(TAG, SMALL)
+    pair.server.receive((pair.client.wire.popleft()[0], b"smell"))
+    expect_error(pair.server, receive, errors.IntegrityError)
+    assert not passed_on(pair)
+
+
+@pytest.mark.parametrize("then", ["recv", "recv later", "stays", "discard"])
+def test_a_receive_that_stays_is_withdrawn_while_a_message_arrives(then: str) -> None:
+    """The message is the next receive's, or nobody's."""
+    pair = ConnectionPair()
+    early = pair.server.recv(TAG, None, stays=True)
+    pair.client.send(TAG, SMALL)
+    header, body = pair.client.wire.popleft()
+    arrival = pair.server.header(header)
+    assert arrival is not None
+    assert pair.server.core.withdraw(early)
+    receive = None
+    if then in ("recv", "stays"):
+        receive = pair.server.recv(TAG, None, stays=then == "stays")
+    elif then == "discard":
+        pair.server.core.messages.discard(TAG)
+    pair.server.body(arrival, body)
+    if then == "recv later":
+        receive = pair.server.recv(TAG)
+    expect_fine(pair)
+    assert not passed_on(pair)
+    if receive is not None:
+        assert pair.server.received(receive) == SMALL
+    assert not pair.server.memory
+    assert not pair.server.core.messages.unreceived
 
 
 # --- credit

@@ -47,6 +47,7 @@ from kvwire_store.counters import StoreCounters
 from kvwire_store.eviction import EVICTIONS
 from kvwire_store.index import Index
 from kvwire_store.management import HashTokens, StoreManagement
+from kvwire_store.operations.asked import AskedBlocks
 from kvwire_store.operations.base import Operation
 from kvwire_store.operations.get import GetOperation
 from kvwire_store.operations.group_request import (
@@ -514,9 +515,23 @@ class BlockStore(StoreManagement):
         else:
             task = start_task(work.run())
             task.add_done_callback(lambda _: _pass_on(task, over))
-        assert work.coming is not None
-        # The caller goes on first.
-        over.get_loop().call_soon(work.coming.keep)
+        coming = work.coming
+        assert coming is not None
+        if not coming.keeps:
+            return
+        # The caller goes on first, in the turn after the next one. A close waits.
+        loop = over.get_loop()
+        kept = loop.create_future()
+        self._calls.add(kept)
+        loop.call_soon(loop.call_soon, self._keep, coming, kept)
+
+    def _keep(self, coming: AskedBlocks, kept: asyncio.Future[None]) -> None:
+        """Copy what a get has brought into memory, behind its caller."""
+        try:
+            coming.keep()
+        finally:
+            self._calls.remove(kept)
+            kept.set_result(None)
 
     def _begin(self, work: Operation) -> asyncio.Task[Any]:
         """Start an operation in a task; a close waits for it."""

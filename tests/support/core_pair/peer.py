@@ -145,13 +145,14 @@ class Peer:
         *,
         deadline: float | None = None,
         limit: int = 2**20,
+        stays: bool = False,
     ) -> RequestRecord:
         """Receive a message into a new buffer; without a size, into what it needs."""
         core = self.core
         if nbytes is not None:
             size = nbytes
             return self._start(size, lambda lent: core.recv(tag, lent, size, deadline))
-        request = core.recv(tag, None, limit, deadline)
+        request = core.recv(tag, None, limit, deadline, stays=stays)
         self.collect()
         return request
 
@@ -425,6 +426,8 @@ class Peer:
             self.wanted.append(event)
         elif isinstance(event, events.MemoryWanted):
             self.core.messages.provide(event.request, self.lend(event.nbytes))
+        elif isinstance(event, events.MessageKept):
+            self.memory[event.buffer] = bytearray(event.body)
         elif isinstance(event, events.MessageDropped):
             self.memory.pop(event.buffer, None)  # or it is among the freed
         elif isinstance(event, events.SegmentMarked) and self.place is not None:

@@ -44,6 +44,7 @@ class AskedBlocks:
 
     Attributes:
         rest: The positions of blocks that no answer has brought.
+        keeps: Whether memory gets copies; then call :meth:`keep`.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class AskedBlocks:
         self._asked = asked
         named = request.namespace.tenant
         self._tenant = tiers.tenants.number(named) if named else 0
-        self._keeps = tiers.memory.keeps
+        self.keeps: bool = tiers.memory.keeps
         # Landed blocks, which memory may keep.
-        self._came: list[Batch] = []
+        self._came: list[tuple[Batch, memoryview]] = []
         # The number of requests without an answer.
         self._waiting = 0
         self.rest: list[Ids] = []
@@ -83,7 +84,7 @@ class AskedBlocks:
             or (busy and any_of(memory.in_flight.busy(keys)))
         ):
             return False
-        if self._keeps:
+        if self.keeps:
             # Until they are in memory, other calls wait for these blocks.
             memory.in_flight.begin(keys)
         self._waiting = count
@@ -96,7 +97,8 @@ class AskedBlocks:
                 begun = False
             if not begun:
                 if not first:
-                    self.keep()
+                    if self.keeps:
+                        self.keep()
                     return False
                 # The others go the long way.
                 self._waiting -= -(-(keys.size - first) // step)
@@ -108,18 +110,16 @@ class AskedBlocks:
 
     def keep(self) -> None:
         """Copy what has arrived into memory, as far as there is room."""
-        if not self._keeps:
-            return
         memory = self._tiers.memory
         nbytes = self._request.namespace.image_bytes
         try:
-            for part in self._came:
+            for part, line in self._came:
                 taken = memory.take_now(nbytes, part.keys.size, self._tenant)
                 # If there is not room for all, the head of the chain stays.
                 keys = part.keys[: taken.size]
                 if not keys.size:
                     return
-                here = part.images.slice(0, keys.size * nbytes)
+                here = line[: keys.size * nbytes]
                 try:
                     copy(here, memory.images(taken, nbytes))
                 except BaseException:
@@ -180,5 +180,5 @@ class AskedBlocks:
         self._took(positions, results, came)
         if landed.size < positions.size:
             self.rest.append(positions[results != LANDED])
-        if landed.size and self._keeps:
-            self._came.append(came)
+        if landed.size and self.keeps:
+            self._came.append((came, line))

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import kvwire
 from kvwire.aio import Upkeep, run_to_completion
@@ -122,7 +123,7 @@ class ActiveConnection:
         # The numbers of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
         # The function that gets the answer, and the timer that ends the connection.
-        self._answers: dict[int, tuple[Answered, asyncio.TimerHandle]] = {}
+        self._answers: dict[int, _Waiting] = {}
         self.windows: HostWindows | None = None
         # The server's blocks, once its memory is mapped here.
         self.mapped: HostBlocks | None = None
@@ -196,24 +197,19 @@ class ActiveConnection:
         if self._posted >= self._may_post:
             return False
         self._posted += 1
-        waits = True
-
-        def over(found: NumberedReply | KVWireError) -> None:
-            self._posted -= 1
-            if waits:
-                answered(found)
-
+        number = request.number
         try:
-            sent = self._send(request, over)
+            sent = self._send(request, answered, posted=True)
         except BaseException:
-            self._posted -= 1
-            self._forget(request.number)
+            if self._forget(number) is None:
+                self._posted -= 1
             raise
         if succeeded(sent):
             return True
         # It may still be sent, and is then open at the server. So it counts until its
         # answer has come, which is dropped.
-        waits = False
+        if number in self._answers:
+            self._answers[number] = self._answers[number]._replace(answered=_drop)
         return False
 
     def _send(
@@ -221,13 +217,15 @@ class ActiveConnection:
         request: NumberedRequest,
         answered: Answered,
         timeout_s: float | None = None,
+        *,
+        posted: bool = False,
     ) -> kvwire.Request[int]:
         """Send a request, and note the function that gets its answer."""
         within_s = timeout_s or self._timeout_s
         later = asyncio.get_running_loop().call_later
         late = later(within_s + STORE_GRACE_S, self._expire, request.number, within_s)
         # bounded by the server's requests
-        self._answers[request.number] = answered, late
+        self._answers[request.number] = _Waiting(answered, late, posted)
         return self.connection.send(TAG, encode(request), deadline=self._within)
 
     def _forget(self, number: int) -> Answered | None:
@@ -235,8 +233,10 @@ class ActiveConnection:
         waiting = self._answers.pop(number, None)
         if waiting is None:
             return None
-        waiting[1].cancel()
-        return waiting[0]
+        answered, late, posted = waiting
+        late.cancel()
+        self._posted -= posted
+        return answered
 
     def _expire(self, number: int, timeout_s: float) -> None:
         error = DeadlineExceeded(f"no answer within {timeout_s:g} s")
@@ -292,7 +292,7 @@ class ActiveConnection:
                 self._end(why, lost=lost)
                 await self.close_windows()
 
-    def _answered(self, raw: bytearray) -> bool:
+    def _answered(self, raw: memoryview) -> bool:
         """Pass an answer to the call that waits for it; more may come."""
         reply = decode_reply(raw)
         if not isinstance(reply, NumberedReply):
@@ -315,6 +315,24 @@ class ActiveConnection:
             # A separate exception for each waiter, since it collects the frames that it
             # passes.
             answered(ConnectionLost(why))
+
+
+class _Waiting(NamedTuple):
+    """A request that waits for its answer.
+
+    Attributes:
+        answered: Gets the answer.
+        late: Ends the connection if none comes.
+        posted: Whether it has no task.
+    """
+
+    answered: Answered
+    late: asyncio.TimerHandle
+    posted: bool
+
+
+def _drop(_: NumberedReply | KVWireError) -> None:
+    """Ignore an answer that nothing waits for."""
 
 
 def _settle(

@@ -502,7 +502,7 @@ def payload_tag(number: int) -> int:
     return _PAYLOADS | number
 
 
-def decode_request(body: bytes | bytearray) -> AnyRequest:
+def decode_request(body: bytes | bytearray | memoryview) -> AnyRequest:
     """Decode a message from a client."""
     try:
         return _requests.decode(body)
@@ -510,7 +510,7 @@ def decode_request(body: bytes | bytearray) -> AnyRequest:
         raise UsageError(f"not a request: {shown(str(exc))}") from None
 
 
-def decode_reply(body: bytes | bytearray) -> AnyReply:
+def decode_reply(body: bytes | bytearray | memoryview) -> AnyReply:
     """Decode a message from a server."""
     try:
         return _replies.decode(body)

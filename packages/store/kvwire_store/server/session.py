@@ -180,12 +180,11 @@ class ClientSession:
 
     # --- requests ---------------------------------------------------------------------
 
-    def _arrived(self, raw: bytearray) -> bool:
+    def _arrived(self, raw: memoryview) -> bool:
         """Begin a request; return whether there is memory for the next one."""
-        self._begin(decode_request(raw), len(raw))
-        return self._served.memory.has_room
-
-    def _begin(self, request: AnyRequest, nbytes: int) -> None:
+        request = decode_request(raw)
+        nbytes = len(raw)
+        memory = self._served.memory
         self._asked += 1
         full = len(self._open) - self._answered >= STORE_REQUESTS_MAX
         if full and not isinstance(request, Touch):
@@ -194,13 +193,13 @@ class ClientSession:
             )
         self._begun_bytes = 0
         answer = self._answer(request)
-        if answer is None:
-            return
-        task = start_task(self._finish(answer))
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
-        self._served.memory.hold(self, nbytes)
-        self._release_after(task, nbytes + self._begun_bytes)
+        if answer is not None:
+            task = start_task(self._finish(answer))
+            self._open.add(task)
+            task.add_done_callback(self._open.discard)
+            memory.hold(self, nbytes)
+            self._release_after(task, nbytes + self._begun_bytes)
+        return memory.has_room
 
     def _answer(self, request: AnyRequest) -> Awaitable[object] | None:
         """Start to answer a request; return the rest of the work, or None if done."""

@@ -277,6 +277,7 @@ async def test_a_small_get_needs_no_task(by_tcp: None, memory: tuple[str, ...]) 
             assert outcome.complete
             assert get.is_drained
             assert same(target, [5, 0, 2], source, [1, 2, 3])
+            await turns(2)  # memory gets its copies behind the caller
             kept = memory == ("memory:16MiB",)
             read = tier_of(store, RemoteTier).stats().read_blocks
             assert read == (3 if kept else asked)
@@ -309,6 +310,7 @@ async def test_a_small_get_of_blocks_that_are_there_in_part(by_tcp: None) -> Non
         assert outcome.landed.ids().tolist() == [0, 1]
         assert outcome.missing.reasons == ("it is not in the store",)
         assert same(target, [0, 1], source, [0, 1])
+        await turns(2)
         assert in_memory(store, chain(4)) == [True, True, False, False]
         assert store.counters.missed_blocks == 2
 
@@ -424,6 +426,7 @@ async def test_a_get_of_several_answers(
             assert outcome.landed.ids().tolist() == there
             assert outcome.missing.reasons == ("it is not in the store",)
             assert same(target, there, source, there)
+        await turns(2)
         tiers = inside.tiers(store)
         assert in_memory(store, chain(1)) == [bool(memory) or count > 4]
         assert not len(tiers.memory.in_flight)
@@ -478,13 +481,16 @@ async def test_a_small_get_finds_no_room_in_memory(by_tcp: None) -> None:
     async with asking("memory:64KiB") as (served, store):
         assert (await served.put(chain(3), source.cache, range(3))).complete
         assert (await store.get(chain(1), target.cache, [0])).complete
+        await turns(2)  # memory gets its copies behind the caller
         memory = inside.tiers(store).memory
         here = memory.index.named()
         memory.index.pin(*here)
         assert (await store.get(chain(2)[1:], target.cache, [1])).complete
+        await turns(2)
         assert in_memory(store, chain(2)) == [True, False]
         memory.unpin(*here)
         assert (await store.get(chain(3)[2:], target.cache, [2])).complete
+        await turns(2)
         assert in_memory(store, chain(3)) == [False, False, True]
         assert same(target, [0, 1, 2], source, [0, 1, 2])
 
