@@ -23,7 +23,7 @@ async def test_each_message_is_answered_from_the_callback(
 ) -> None:
     """Small answers, and large ones between them, come in the order of their sends."""
 
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         pair.right.send(2, bytes(message))
         pair.right.send(2, content(LARGE))
         pair.right.send(2, b"behind it")
@@ -44,7 +44,7 @@ async def test_each_message_is_answered_from_the_callback(
 async def test_what_is_sent_from_a_callback_may_change_afterwards(pair: Pair) -> None:
     """A small message is over when its send returns, whenever it leaves."""
 
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         assert pair.right.send(2, message).done()
         message[:] = bytes(len(message))
         return True
@@ -58,7 +58,7 @@ async def test_what_is_sent_from_a_callback_may_change_afterwards(pair: Pair) ->
 async def test_a_part_of_a_constant_is_sent_from_a_callback(pair: Pair) -> None:
     whole = b"before, part, after"
 
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         assert pair.right.send(2, memoryview(whole)[8:12]).done()
         return True
 
@@ -71,9 +71,9 @@ async def test_a_part_of_a_constant_is_sent_from_a_callback(pair: Pair) -> None:
 @pytest.mark.parametrize("nbytes", [SMALL, LARGE])
 async def test_an_act_that_wants_no_more(pair: Pair, nbytes: int) -> None:
     """The next message waits for another receive."""
-    got: list[bytearray] = []
+    got: list[memoryview] = []
 
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         got.append(message)
         return len(got) < 2
 
@@ -85,7 +85,7 @@ async def test_an_act_that_wants_no_more(pair: Pair, nbytes: int) -> None:
 
 
 async def test_an_act_that_raises_ends_it_alone(pair: Pair) -> None:
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         raise ValueError(bytes(message))
 
     await pair.left.send(1, b"wrong")
@@ -96,9 +96,9 @@ async def test_an_act_that_raises_ends_it_alone(pair: Pair) -> None:
 
 
 async def test_messages_after_a_cancel_wait_for_another_receive(pair: Pair) -> None:
-    got: list[bytearray] = []
+    got: list[memoryview] = []
 
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         got.append(message)
         return True
 
@@ -114,9 +114,9 @@ async def test_messages_after_a_cancel_wait_for_another_receive(pair: Pair) -> N
 
 async def test_a_cancel_after_a_message_that_had_arrived_before(pair: Pair) -> None:
     """It is acted on while the sink is posted; the next one waits all the same."""
-    got: list[bytearray] = []
+    got: list[memoryview] = []
 
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         got.append(message)
         return True
 
@@ -138,11 +138,11 @@ async def test_a_cancel_after_a_message_that_had_arrived_before(pair: Pair) -> N
 
 async def test_a_message_that_arrives_in_the_turn_of_a_cancel(pair: Pair) -> None:
     """It is acted on, as the wait has not ended yet."""
-    got: list[bytearray] = []
+    got: list[memoryview] = []
 
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         got.append(message)
-        if message == b"first":
+        if bytes(message) == b"first":
             serving.cancel()
         return True
 
@@ -162,7 +162,7 @@ async def test_a_callback_that_sends_more_than_the_link_takes() -> None:
     """The rest is announced: a peer that has room for all is not taken for stuck."""
     count = 1000
 
-    def act(message: bytearray) -> bool:
+    def act(message: memoryview) -> bool:
         for number in range(count):
             pair.right.send(2, content(EAGER_BYTES, number))
         return True

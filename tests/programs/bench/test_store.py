@@ -121,8 +121,8 @@ _RUNS: Final = 6
 async def count(verb: str, nbytes: int) -> Counts:
     """Count one block's put or get at a server, over tcp."""
     # Memory in front has room for one set, and gets its copies behind the caller.
-    blocks = 40 if verb == ONE else 1
-    work = Work(verb=verb, nbytes=nbytes, count=40, layers=16, blocks=blocks)
+    of_set = 40 if verb == ONE else 1
+    work = Work(verb=verb, nbytes=nbytes, count=40, layers=16, blocks=of_set)
     async with AsyncExitStack() as opened:
         opening = kvwire_store.BlockStore.open(["memory:64MiB"])
         store = await opened.enter_async_context(opening)
