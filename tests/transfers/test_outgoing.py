@@ -11,7 +11,7 @@ import pytest
 import kvwire
 from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
-from tests.support.caches import LAYERS, RANKS, SPEC, Memory, same
+from tests.support.caches import LAYERS, RANKS, SPEC, Memory
 from tests.support.waiting import PATIENCE_S
 
 
@@ -96,24 +96,6 @@ async def test_consumers_that_want_other_tokens(w: World) -> None:
     for end in (first, second, out):
         assert not (await end).complete
     assert "tokens" in (await second).missing["kv", 20]
-
-
-@scenario("inproc")
-async def test_one_consumer_goes_on_while_another_is_reattached(w: World) -> None:
-    other = await w.d.connect(w.address)
-    await w.p.accept()
-    out = w.p.publish("t", w.source.cache, LIST, consumers=2)
-    first = w.pull_side.pull("t", w.target.cache, DEST)
-    second = other.pull("t", w.target.cache, [20, 21, 22, 23, 24])
-    out.ready(layers=0)
-    await first.layer(0)
-    await second.layer(0)
-    w.push_side.abort("only this one")
-    out.ready(layers=slice(1, LAYERS))
-    out.finish()
-    assert all(o.complete for o in (await first, await second, await out))
-    assert same(w.source, LIST, w.target, DEST)
-    assert same(w.source, LIST, w.target, [20, 21, 22, 23, 24])
 
 
 @pytest.mark.parametrize("marked", [0, 1, LAYERS])

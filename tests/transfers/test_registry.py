@@ -14,7 +14,6 @@ from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.registry import TOMBSTONES_MAX
 from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
-from tests.support.caches import same
 from tests.support.waiting import PATIENCE_S
 
 LIST = [3, 1, 4]
@@ -62,27 +61,6 @@ async def test_a_reason_that_is_lost_with_its_link_is_said_again(w: World) -> No
     async with asyncio.timeout(PATIENCE_S):
         outcome = await inc
     assert "no prefill today" in outcome.missing["kv", DEST[0]]
-
-
-@pytest.mark.parametrize("push", [True, False], ids=["push", "pull"])
-@scenario("inproc")
-async def test_a_question_that_is_lost_with_its_link_is_asked_again(
-    w: World, push: bool
-) -> None:
-    """By a side that cannot dial, of one that has heard nothing and dials for it."""
-    w.freeze(w.pull_side)
-    if push:
-        out = w.push_side.push("t", w.source.cache, LIST)
-        inc = w.d.expect("t", w.target.cache, DEST)
-    else:
-        out = w.d.publish("t", w.target.cache, DEST)
-        inc = w.push_side.pull("t", w.source.cache, LIST)
-    w.cut()
-    out.ready()
-    out.finish()
-    assert (await inc).complete
-    assert (await out).complete
-    assert same(w.source, LIST, w.target, DEST)
 
 
 @scenario("inproc")
@@ -176,35 +154,6 @@ async def test_questions_of_a_lost_connection_are_forgotten(w: World) -> None:
         assert not (await inc).landed
     assert not inside.questions(w.p)
     assert not inside.questions(w.p)
-
-
-@pytest.mark.parametrize("agreed", [True, False], ids=["agreed", "asked only"])
-@scenario("inproc")
-async def test_a_peer_that_comes_back_before_its_old_link_is_known_to_be_lost(
-    w: World, agreed: bool
-) -> None:
-    """It waits until that link has touched memory for the last time."""
-    inc = w.pull_side.pull("t", w.target.cache, DEST)
-    if agreed:
-        out = w.p.publish("t", w.source.cache, LIST)
-        out.ready(layers=0)
-        await inc.layer(0)
-    # Only the consumer sees the loss; its producer's end hears nothing of it.
-    link: Any = inside.link(w.push_side)
-    link._into.outcome = lambda: None
-    w.pull_side.abort("seen by one side")
-    lost = inside.driver(w.pull_side)
-    await w.until(lambda: inc._legs and inc._legs[0].link is not lost)
-    if not agreed:
-        out = w.p.publish("t", w.source.cache, LIST)
-        out.ready(layers=0)
-    del link._into.outcome
-    link.wake()
-    out.ready(layers=slice(1, None))
-    out.finish()
-    assert (await inc).complete
-    assert (await out).complete
-    assert same(w.source, LIST, w.target, DEST)
 
 
 @scenario("inproc")
