@@ -55,7 +55,7 @@ def test_nor_while_processes_are_stopped_and_killed(
         assert what in said
 
 
-@pytest.mark.parametrize("way", ["mapped", "process_vm_readv", "tcp", "inproc"])
+@pytest.mark.parametrize("way", _WAYS)
 def test_without_the_look_after_the_bytes(
     way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
