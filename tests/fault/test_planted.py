@@ -66,6 +66,20 @@ test_a_grant_that_begins_at_the_beginning_of_its_region = expect_found_as(
 )(begins_at_the_beginning)
 
 
+@expect_found_as(Messages.message_landed, "completion")
+def test_a_message_is_passed_to_a_receive_that_ended_while_it_arrived(
+    landed: Any, messages: Any, arrival: Any, body: Any, *, intact: bool
+) -> None:
+    request = arrival.request
+    if request is None or not request.stays:
+        landed(messages, arrival, body, intact=intact)
+        return
+    state = request.state
+    request.state = RequestStage.POSTED
+    landed(messages, arrival, body, intact=intact)
+    request.state = state
+
+
 @expect_found_as(Grants.check, "KeyError", *_REACH)
 def test_a_closed_region_can_still_be_reached(
     check: Any,

@@ -80,7 +80,14 @@ class MessageApp:
         nbytes = endpoint.size(dice)
         if not dice.one_in(4):
             nbytes = max(nbytes, endpoint.longest)
-        self._receive(endpoint, tag, deadline, nbytes, with_buffer=with_buffer)
+        self._receive(
+            endpoint,
+            tag,
+            deadline,
+            nbytes,
+            with_buffer=with_buffer,
+            stays=not with_buffer,
+        )
 
     def receive_all(self, endpoint: Endpoint) -> None:
         """Wait for a message of each tag."""
@@ -110,6 +117,7 @@ class MessageApp:
         nbytes: int,
         *,
         with_buffer: bool = False,
+        stays: bool = False,
     ) -> bool:
         core, box = endpoint.core, endpoint.end.into.mailbox(tag)
         ask = Ask(
@@ -122,7 +130,7 @@ class MessageApp:
         )
         started = self._node.app.start(
             ask,
-            lambda lent: core.recv(tag, lent, nbytes, deadline),
+            lambda lent: core.recv(tag, lent, nbytes, deadline, stays=stays),
             b"\xee" * nbytes if with_buffer else None,
         )
         box.receives += started

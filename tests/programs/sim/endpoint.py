@@ -17,6 +17,8 @@ from kvwire.proto.events import (
     Ended,
     LaneEvent,
     MemoryWanted,
+    MessageArrived,
+    MessageKept,
     RequestDone,
     WindowEvent,
 )
@@ -77,6 +79,10 @@ class Endpoint:
         self.open: dict[Ask, None] = {}
         self.grants: list[Known] = []
         self.held: dict[BufferId, Held] = {}
+        # The message whose frame was the last to land, and whether one is arriving that
+        # a receive which stays will get.
+        self._serial = 0
+        self.passing = False
         self.shown: dict[int, ShownWindow] = {}
         self.opened: dict[int, OpenedWindow] = {}
         self.closed_windows: list[OpenedWindow] = []
@@ -152,6 +158,7 @@ class Endpoint:
             self.held[arrival.buffer] = Held(lease, frame.serial)
             return Landing(arrival, lease, 0)
         whole = arrival.place is ChunkPlace.WHOLE
+        self.passing = whole and frame.serial > 0
         return Landing(arrival, None, 0, whole)
 
     def body_received(
@@ -167,6 +174,8 @@ class Endpoint:
             else:
                 if arrival.place is ChunkPlace.HOLD:
                     self._held_landed(arrival, intact=intact)
+                self._serial = frame.serial
+                self.passing = False
                 # Only for WHOLE is it looked at.
                 now = self.node.clock
                 core.body_received(arrival, now, body=data, intact=intact)
@@ -186,6 +195,13 @@ class Endpoint:
     def frame_sent(self, chunk: Chunk) -> None:
         self.core.chunk_sent(chunk)
         self.pump()
+
+    def _kept(self, event: MessageKept) -> None:
+        """Its receive ended while it arrived."""
+        memory, data = self.node.memory, bytes(event.body)
+        lease = memory.lend(len(data), readable=False, writable=True)
+        memory.store(lease, 0, data)
+        self.held[event.buffer] = Held(lease, self._serial, whole=True)
 
     def link_writable(self) -> None:
         self.pump()
@@ -318,6 +334,10 @@ class Endpoint:
         judge = self._world.judge
         if isinstance(event, RequestDone):
             judge.completed(self, event)
+        elif isinstance(event, MessageArrived):
+            judge.passed_on(event, bytes(event.body), self._serial)
+        elif isinstance(event, MessageKept):
+            self._kept(event)
         elif isinstance(event, MemoryWanted):
             judge.wanted(self, event)
             self._world.provide(self, event)

@@ -24,7 +24,7 @@ def check(endpoint: Endpoint) -> None:
         demand(core.error is not None, "closed", "closed without a reason")
         demand(not len(table), "closed", "requests are open on a closed connection")
         return
-    _check_credit(core.messages)
+    _check_credit(core.messages, endpoint)
     most, grants_most = scale.requests_max(), scale.grants_max()
     ours = len(table._ours) + len(table._unmatched)
     theirs, kept = len(table._theirs), len(table._deadlines)
@@ -60,7 +60,7 @@ def _check_windows(endpoint: Endpoint) -> None:
         )
 
 
-def _check_credit(box: messages.Messages) -> None:
+def _check_credit(box: messages.Messages, endpoint: Endpoint) -> None:
     mine, theirs = box._credit, box._send_credit
     demand(0 <= theirs.messages <= theirs._max_messages, "credit", "to send messages")
     demand(0 <= theirs.nbytes <= theirs._max_bytes, "credit", "to send bytes")
@@ -70,7 +70,7 @@ def _check_credit(box: messages.Messages) -> None:
     used = window - given.messages - mine.due_messages
     if used or box._waiting:
         demand(
-            used == _held(box) + _landing(box),
+            used == _held(box) + _landing(box) + endpoint.passing,
             "credit",
             "credit given, due and in use do not add up to the window",
         )

@@ -28,7 +28,7 @@ from kvwire.errors import (
 )
 from kvwire.limits import STALL_TOLERANCE_S
 from kvwire.proto.chunks import Chunk
-from kvwire.proto.events import Ended, MemoryWanted, RequestDone
+from kvwire.proto.events import Ended, MemoryWanted, MessageArrived, RequestDone
 from kvwire.proto.records import ChunkArrival, ChunkPlace, RequestRecord, SegmentRecord
 from kvwire.proto.state import RequestKind
 from kvwire_certify.oracle import Wrong
@@ -406,7 +406,7 @@ class Judge:
     ) -> None:
         """A payload is in place: is it what its sender meant?"""
         to_core = arrival.place in (ChunkPlace.CONTROL, ChunkPlace.WHOLE)
-        if not intact or frame.harm or to_core:
+        if not intact or frame.harm or (to_core and not frame.serial):
             return
         if frame.serial:
             message = self._eager[frame.serial]
@@ -516,6 +516,16 @@ class Judge:
             )
             lease = ask.lease
             data = memory.load(lease, 0, event.nbytes) if lease else b""
+        self._check_message(ask, message, data)
+
+    def passed_on(self, event: MessageArrived, data: bytes, serial: int) -> None:
+        """A receive that stays has got a message."""
+        ask, message = _own(event.request), self._eager[serial]
+        demand(not ask.over, "completion", "a message for a receive that has ended")
+        self._world.note(ask.endpoint.name, "passed on", message.tag, message.nbytes)
+        self._check_message(ask, message, data)
+
+    def _check_message(self, ask: Ask, message: Message, data: bytes) -> None:
         right = content(message.nbytes, message.serial)
         demand(message.tag == ask.tag, "content", "a message of another tag")
         demand(data == right, "content", "a message with other bytes than were sent")
