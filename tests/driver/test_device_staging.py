@@ -25,11 +25,12 @@ from kvwire import (
     PagedCache,
     UsageError,
 )
-from kvwire.kv.layout import AxisOrder
 from kvwire.limits import KIB, MIB
 from kvwire.memory import LayerCounter
 from kvwire.memory.device.copy_engine import WatchedStream
 from tests.support import inside
+from tests.support.device_caches import BLOCKS, LAYERS, LAYOUTS
+from tests.support.device_caches import DeviceCache as Cache
 from tests.support.pairs import Pair, connected, turns, until
 from tests.support.simulated_device import (
     SimulatedArray,
@@ -37,46 +38,8 @@ from tests.support.simulated_device import (
     SimulatedStream,
 )
 
-LAYERS, BLOCKS = 4, 40
-# A layer of a block is 8 KiB, so a chunk of 64 KiB is some of them, cut somewhere.
-SPEC = KVSpec(layers=LAYERS, kv_heads=4, head_dim=32, block_tokens=16, dtype="bfloat16")
-LAYOUTS = {
-    "NHD": (BLOCKS, 2, 16, 4, 32),
-    "HND": (BLOCKS, 2, 4, 16, 32),
-    "kv block token head dim": (2, BLOCKS, 16, 4, 32),
-}
 SOURCE = [7, 3, 39, 20, 21, 22, 0, 11, 30, 31, 5, 1]
 TARGET = [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24]
-
-
-class Cache:
-    """A cache on a device, or in host memory where there is none."""
-
-    def __init__(
-        self, device: SimulatedDevice | None, layout: str = "NHD", seed: int | None = 0
-    ) -> None:
-        shape = LAYOUTS[layout]
-        values: list[npt.NDArray[Any]] = [
-            np.zeros(shape, np.uint16)
-            if seed is None
-            else np.random.default_rng(seed + n).integers(0, 2**16, shape, np.uint16)
-            for n in range(LAYERS)
-        ]
-        self.arrays: list[SimulatedArray] | None = None
-        self.values = values
-        if device is not None:
-            self.arrays = [device.array(v, "torch.bfloat16") for v in values]
-        self.layout = layout
-        self.paged = PagedCache(SPEC, self.arrays or values, AxisOrder(layout))
-
-    def blocks(self, ids: list[int]) -> npt.NDArray[Any]:
-        """Blocks of all layers in one order of axes: layer, block, kv, token, ..."""
-        values = [a.read() for a in self.arrays] if self.arrays else self.values
-        if self.layout == "HND":
-            values = [v.transpose(0, 1, 3, 2, 4) for v in values]
-        elif self.layout != "NHD":
-            values = [v.transpose(1, 0, 2, 3, 4) for v in values]
-        return np.stack([v[ids] for v in values])
 
 
 def begin(pair: Pair, source: Cache, target: Cache) -> tuple[Outgoing, Incoming]:

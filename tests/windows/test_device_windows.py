@@ -15,10 +15,9 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire import KVSpec, PagedCache
+from kvwire import PagedCache
 from kvwire.backend import WindowMemory
 from kvwire.errors import BackendUnavailable, ProtocolError
-from kvwire.kv.layout import AxisOrder
 from kvwire.memory.device import moves
 from kvwire.types import MemoryKind
 from kvwire_local import device_blocks
@@ -28,54 +27,15 @@ from kvwire_local.device_blocks import (
     shared_allocations,
 )
 from tests.support import inside
+from tests.support.device_caches import BLOCKS, LAYERS, LAYOUTS, SPEC
+from tests.support.device_caches import DeviceCache as Cache
 from tests.support.pairs import Pair, connected, turns, until
-from tests.support.simulated_device import SimulatedArray, SimulatedDevice
+from tests.support.simulated_device import SimulatedDevice
 from tests.test_aio import no_more_threads
 
-LAYERS, BLOCKS = 4, 40
-SPEC = KVSpec(layers=LAYERS, kv_heads=4, head_dim=32, block_tokens=16, dtype="bfloat16")
-SHAPES = {
-    "NHD": (BLOCKS, 2, 16, 4, 32),
-    "HND": (BLOCKS, 2, 4, 16, 32),
-    "kv block token head dim": (2, BLOCKS, 16, 4, 32),
-}
 SOURCE = [7, 3, 39, 20, 21, 22, 0]
 TARGET = [2, 4, 6, 8, 10, 12, 14]
 WAY = "simulated_ipc"
-
-
-class Cache:
-    """A cache on a device."""
-
-    def __init__(
-        self, device: SimulatedDevice, layout: str = "NHD", seed: int | None = None
-    ) -> None:
-        self.device = device
-        self.arrays: list[SimulatedArray] = []
-        for n in range(LAYERS):
-            values = np.zeros(SHAPES[layout], np.uint16)
-            if seed is not None:
-                rng = np.random.default_rng(seed + n)
-                values = rng.integers(0, 2**16, values.shape, np.uint16)
-            self.arrays.append(device.array(values, "torch.bfloat16"))
-        self.layout = layout
-        self.paged = PagedCache(SPEC, self.arrays, AxisOrder(layout))
-
-    def blocks(self, ids: list[int]) -> Any:
-        """Blocks of all layers in one order of axes."""
-        values = [array.read() for array in self.arrays]
-        if self.layout == "HND":
-            values = [v.transpose(0, 1, 3, 2, 4) for v in values]
-        elif self.layout != "NHD":
-            values = [v.transpose(1, 0, 2, 3, 4) for v in values]
-        return np.stack([v[ids] for v in values])
-
-    def overwrite(self, ids: list[int]) -> None:
-        """Write other values, as a kernel does that a stream runs now."""
-        for array in self.arrays:
-            values = array.read()
-            values[ids] ^= 0xFFFF
-            array.write(values)
 
 
 @pytest.fixture
@@ -111,7 +71,9 @@ class Open:
     async def busy(self) -> kvwire.Request[kvwire.Outcome]:
         """A get that the reader's device copies now; the window was open before."""
         assert await self.moves()
-        self.target.device.hold()
+        device = self.target.device
+        assert device is not None
+        device.hold()
         request = self.get()
         reader = inside.reader(self.remote)
         assert reader is not None
@@ -127,7 +89,7 @@ async def opened(
     **settings: Any,
 ) -> AsyncIterator[Open]:
     """Both ends; afterwards nothing of the owner is open on the reader's device."""
-    source, target = Cache(other, seed=1), Cache(device, layout)
+    source, target = Cache(other, seed=1), Cache(device, layout, seed=None)
     async with connected("tcp", prefer=("local",), **settings) as both:
         window = both.far.expose("kv", source.paged)
         remote = await both.left.window("kv")
@@ -138,7 +100,7 @@ async def opened(
 
 
 @pytest.mark.parametrize("passing", [moves.PASSING_BYTES, 3000])
-@pytest.mark.parametrize("layout", SHAPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 async def test_blocks_go_from_device_to_device(
     device: SimulatedDevice,
     other: SimulatedDevice,
@@ -198,7 +160,7 @@ async def test_a_window_that_no_thread_can_open_is_not_opened_later(
 async def test_a_cache_in_host_memory_gets_blocks_by_messages(
     device: SimulatedDevice, other: SimulatedDevice
 ) -> None:
-    arrays = [np.zeros(SHAPES["NHD"], np.uint16) for _ in range(LAYERS)]
+    arrays = [np.zeros(LAYOUTS["NHD"], np.uint16) for _ in range(LAYERS)]
     target = PagedCache(SPEC, arrays)
     async with opened(device, other) as w:
         ticket = w.window.offer(SOURCE)
@@ -213,8 +175,8 @@ async def test_a_window_in_host_memory_is_read_into_a_device_by_messages(
 ) -> None:
     """A small get too, whose bytes come in one frame for host memory."""
     rng = np.random.default_rng(1)
-    arrays = [rng.integers(0, 9, SHAPES["NHD"], np.uint16) for _ in range(LAYERS)]
-    target = Cache(device)
+    arrays = [rng.integers(0, 9, LAYOUTS["NHD"], np.uint16) for _ in range(LAYERS)]
+    target = Cache(device, seed=None)
     async with connected("tcp", prefer=("local",)) as both:
         window = both.far.expose("kv", PagedCache(SPEC, arrays))
         remote = await both.left.window("kv")
