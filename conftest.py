@@ -60,9 +60,14 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
         yield found
 
 
-@pytest.fixture
-def device() -> Iterator[SimulatedDevice]:
+def _device() -> Iterator[SimulatedDevice]:
     """A device that the processor plays."""
     made = SimulatedDevice()
     yield made
     made.close()
+
+
+device = pytest.fixture(name="device")(_device)
+# Those of the two sides of a pair.
+near = pytest.fixture(name="near")(_device)
+far = pytest.fixture(name="far")(_device)

@@ -57,20 +57,6 @@ async def drained(*ends: Outgoing | Incoming) -> None:
         await end.drained()
 
 
-@pytest.fixture
-def near() -> Iterator[SimulatedDevice]:
-    device = SimulatedDevice()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def far() -> Iterator[SimulatedDevice]:
-    device = SimulatedDevice()
-    yield device
-    device.close()
-
-
 @pytest.fixture(params=["tcp", "inproc"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     async with connected(request.param, chunk_bytes=64 * KIB) as made:

@@ -56,20 +56,6 @@ def zeros(device: SimulatedDevice, nbytes: int) -> SimulatedArray:
 
 
 @pytest.fixture
-def near() -> Iterator[SimulatedDevice]:
-    device = SimulatedDevice()
-    yield device
-    device.close()
-
-
-@pytest.fixture
-def far() -> Iterator[SimulatedDevice]:
-    device = SimulatedDevice()
-    yield device
-    device.close()
-
-
-@pytest.fixture
 def stream(near: SimulatedDevice) -> Iterator[SimulatedStream]:
     """The current stream of this thread, on the near device."""
     made = near.stream()

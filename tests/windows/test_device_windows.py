@@ -6,7 +6,7 @@ The devices are simulated. Owner and reader have one each, as two processes have
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,17 +38,9 @@ TARGET = [2, 4, 6, 8, 10, 12, 14]
 WAY = "simulated_ipc"
 
 
-@pytest.fixture
-def other() -> Iterator[SimulatedDevice]:
-    """The owner's device; the reader's is ``device``."""
-    made = SimulatedDevice()
-    yield made
-    made.close()
-
-
 @dataclass(frozen=True)
 class Open:
-    """A window of the other device's cache, which the device's cache reads."""
+    """A window of the far device's cache, which the near one's cache reads."""
 
     both: Pair
     window: kvwire.Window
@@ -83,27 +75,27 @@ class Open:
 
 @asynccontextmanager
 async def opened(
-    device: SimulatedDevice,
-    other: SimulatedDevice,
+    near: SimulatedDevice,
+    far: SimulatedDevice,
     layout: str = "NHD",
     **settings: Any,
 ) -> AsyncIterator[Open]:
     """Both ends; afterwards nothing of the owner is open on the reader's device."""
-    source, target = Cache(other, seed=1), Cache(device, layout, seed=None)
+    source, target = Cache(far, seed=1), Cache(near, layout, seed=None)
     async with connected("tcp", prefer=("local",), **settings) as both:
         window = both.far.expose("kv", source.paged)
         remote = await both.left.window("kv")
         yield Open(both, window, remote, source, target)
         await remote.close()
         await window.close()
-        await until(lambda: not device.opened)
+        await until(lambda: not near.opened)
 
 
 @pytest.mark.parametrize("passing", [moves.PASSING_BYTES, 3000])
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_blocks_go_from_device_to_device(
-    device: SimulatedDevice,
-    other: SimulatedDevice,
+    near: SimulatedDevice,
+    far: SimulatedDevice,
     layout: str,
     passing: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -114,10 +106,10 @@ async def test_blocks_go_from_device_to_device(
         "DeviceMoves",
         lambda ops, call_soon: moves.DeviceMoves(ops, call_soon, passing),
     )
-    async with opened(device, other, layout) as w:
+    async with opened(near, far, layout) as w:
         assert w.remote.way == WAY
         assert await w.moves()
-        assert device.opened == 1
+        assert near.opened == 1
         rest = [block for block in range(BLOCKS) if block not in TARGET]
         assert not w.target.blocks(rest).any()
         ticket = w.window.offer(SOURCE)
@@ -129,15 +121,15 @@ async def test_blocks_go_from_device_to_device(
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_a_block_that_is_taken_back_during_the_copy_does_not_land(
-    device: SimulatedDevice, other: SimulatedDevice, late: bool
+    near: SimulatedDevice, far: SimulatedDevice, late: bool
 ) -> None:
     """The generations are read behind the copy, and not when it is queued."""
-    async with opened(device, other) as w:
+    async with opened(near, far) as w:
         request = await w.busy()
         if late:
             w.window.withdraw([39])
         w.source.overwrite([39])  # an owner that keeps its word withdraws first
-        device.release()
+        near.release()
         outcome = await request
         # Without the withdrawal the other bytes land, which shows that the copy came
         # behind them.
@@ -146,37 +138,37 @@ async def test_a_block_that_is_taken_back_during_the_copy_does_not_land(
 
 
 async def test_a_window_that_no_thread_can_open_is_not_opened_later(
-    device: SimulatedDevice, other: SimulatedDevice
+    near: SimulatedDevice, far: SimulatedDevice
 ) -> None:
     """Nothing would close it."""
-    async with opened(device, other) as w:
+    async with opened(near, far) as w:
         with no_more_threads():
             assert not (await w.get()).complete
         await asyncio.to_thread(int)  # by the thread that would open it, too
-        assert not device.opened
+        assert not near.opened
         assert await w.moves()
 
 
 async def test_a_cache_in_host_memory_gets_blocks_by_messages(
-    device: SimulatedDevice, other: SimulatedDevice
+    near: SimulatedDevice, far: SimulatedDevice
 ) -> None:
     arrays = [np.zeros(LAYOUTS["NHD"], np.uint16) for _ in range(LAYERS)]
     target = PagedCache(SPEC, arrays)
-    async with opened(device, other) as w:
+    async with opened(near, far) as w:
         ticket = w.window.offer(SOURCE)
         outcome = await w.remote.get(ticket, into=target, blocks=TARGET)
         assert outcome.complete, outcome.missing
         assert (np.stack(arrays)[:, TARGET] == w.source.blocks(SOURCE)).all()
-        assert not device.opened
+        assert not near.opened
 
 
 async def test_a_window_in_host_memory_is_read_into_a_device_by_messages(
-    device: SimulatedDevice,
+    near: SimulatedDevice,
 ) -> None:
     """A small get too, whose bytes come in one frame for host memory."""
     rng = np.random.default_rng(1)
     arrays = [rng.integers(0, 9, LAYOUTS["NHD"], np.uint16) for _ in range(LAYERS)]
-    target = Cache(device, seed=None)
+    target = Cache(near, seed=None)
     async with connected("tcp", prefer=("local",)) as both:
         window = both.far.expose("kv", PagedCache(SPEC, arrays))
         remote = await both.left.window("kv")
@@ -189,22 +181,22 @@ async def test_a_window_in_host_memory_is_read_into_a_device_by_messages(
             assert (target.blocks(into) == expected).all()
 
 
-def _no_handle(other: SimulatedDevice, _: SimulatedDevice) -> None:
-    other.shares = False
+def _no_handle(far: SimulatedDevice, _: SimulatedDevice) -> None:
+    far.shares = False
 
 
-def _of_nothing(other: SimulatedDevice, _: SimulatedDevice) -> None:
+def _of_nothing(far: SimulatedDevice, _: SimulatedDevice) -> None:
     """Forged, or of a device that the reader's cannot reach."""
-    share = other.share
-    other.share = lambda address: share(address)._replace(  # type: ignore[method-assign]
+    share = far.share
+    far.share = lambda address: share(address)._replace(  # type: ignore[method-assign]
         handle=bytes(64)
     )
 
 
-def _too_small(other: SimulatedDevice, small: SimulatedDevice) -> None:
+def _too_small(far: SimulatedDevice, small: SimulatedDevice) -> None:
     """The reader's own driver reports less than the window: nothing is touched."""
-    share, handle = other.share, small.share(small.allocate(4096)).handle
-    other.share = lambda address: share(address)._replace(  # type: ignore[method-assign]
+    share, handle = far.share, small.share(small.allocate(4096)).handle
+    far.share = lambda address: share(address)._replace(  # type: ignore[method-assign]
         handle=handle
     )
 
@@ -220,8 +212,8 @@ def _too_small(other: SimulatedDevice, small: SimulatedDevice) -> None:
     ids=["no handle", "opens nothing", "too small", "no tracing"],
 )
 async def test_memory_that_cannot_be_opened_is_read_by_messages(
-    device: SimulatedDevice,
-    other: SimulatedDevice,
+    near: SimulatedDevice,
+    far: SimulatedDevice,
     spoil: Callable[[SimulatedDevice, SimulatedDevice], None] | None,
     way: str,
 ) -> None:
@@ -231,22 +223,22 @@ async def test_memory_that_cannot_be_opened_is_read_by_messages(
     if spoil is None:  # the process may not be read
         settings = {"backends": {"local": {"way": "arena"}}}
     else:
-        spoil(other, small)
-    async with opened(device, other, **settings) as w:
+        spoil(far, small)
+    async with opened(near, far, **settings) as w:
         assert w.remote.way == way
         assert await w.moves()
         assert w.remote.way == "messages"
-        assert not device.opened
+        assert not near.opened
     small.close()
 
 
 async def test_a_device_that_fails_keeps_the_blocks(
-    device: SimulatedDevice, other: SimulatedDevice
+    near: SimulatedDevice, far: SimulatedDevice
 ) -> None:
     """They are missing, and never reported as free: it may still write to them."""
-    async with opened(device, other) as w:
+    async with opened(near, far) as w:
         assert await w.moves()
-        device.fail("a kernel went wrong")
+        near.fail("a kernel went wrong")
         request = w.get()
         outcome = await request
         assert len(outcome.missing) == len(TARGET)
@@ -258,24 +250,24 @@ async def test_a_device_that_fails_keeps_the_blocks(
 
 
 async def test_the_owner_waits_until_nothing_of_it_is_open(
-    device: SimulatedDevice, other: SimulatedDevice
+    near: SimulatedDevice, far: SimulatedDevice
 ) -> None:
     """CUDA does not define what becomes of memory that is freed while it is open."""
-    async with opened(device, other) as w:
+    async with opened(near, far) as w:
         request = await w.busy()
         closing = asyncio.ensure_future(w.window.close())
         await turns(50)
         assert not closing.done()
-        device.release()
+        near.release()
         await closing
-        assert not device.opened
+        assert not near.opened
         assert len((await request).missing) == len(TARGET)
 
 
 async def test_a_lane_that_ends_ends_its_window(
-    device: SimulatedDevice, other: SimulatedDevice
+    near: SimulatedDevice, far: SimulatedDevice
 ) -> None:
-    async with opened(device, other) as w:
+    async with opened(near, far) as w:
         assert await w.moves()
         await w.both.right.close()
         await until(lambda: w.remote.owner_gone)
