@@ -1,4 +1,8 @@
-"""The toy transport with one mistake each: what the kit has to find."""
+"""The toy transport with one mistake each: what the kit has to find.
+
+A mistake is a function in the place of one method: it is given the end, the method, and
+what the method is called with.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +12,13 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from kvwire_certify.targets.toy import Toy
 
 KEPT: list[Any] = []
-
-
-async def late(into: memoryview, data: bytes = b"\xee" * 64) -> None:
-    """Write a little later than one may."""
-    await asyncio.sleep(0.002)
-    into[: len(data)] = data
+Usual = Callable[..., Any]
 
 
 class Direct(Toy):
@@ -33,312 +33,256 @@ class Direct(Toy):
         return len(answer) == len(into)
 
 
-class WritesAfterCancel(Direct):
+def planted(method: str, base: type[Toy] = Toy) -> Callable[[Usual], type[Toy]]:
+    """Return a transport whose method is a function with a mistake."""
+
+    def plant(mistake: Usual) -> type[Toy]:
+        async def instead(end: Toy, *given: Any) -> Any:
+            return await mistake(end, getattr(super(made, end), method), *given)
+
+        made = type(mistake.__name__, (base,), {method: instead})
+        return made
+
+    return plant
+
+
+async def late(into: memoryview, data: bytes = b"\xee" * 64) -> None:
+    """Write a little later than one may."""
+    await asyncio.sleep(0.002)
+    into[: len(data)] = data
+
+
+@planted("get", Direct)
+async def writes_after_cancel(_: Toy, get: Usual, *given: Any) -> Any:
     """The answer to a cancelled get is written when it comes."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        work = asyncio.ensure_future(super().get(reference, into, timeout_s))
-        KEPT.append(work)
-        return await asyncio.shield(work)
+    KEPT.append(asyncio.ensure_future(get(*given)))
+    return await asyncio.shield(KEPT[-1])
 
 
-class WritesAfterTimeout(Direct):
+@planted("get", Direct)
+async def writes_after_timeout(_: Toy, get: Usual, *given: Any) -> Any:
     """So is that to a get whose time is over."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        work = asyncio.ensure_future(super().get(reference, into, None))
-        KEPT.append(work)
-        done, _ = await asyncio.wait([work], timeout=timeout_s)
-        if not done:
-            raise TimeoutError
-        return work.result()
+    *what, timeout_s = given
+    work = asyncio.ensure_future(get(*what, None))
+    KEPT.append(work)
+    done, _ = await asyncio.wait([work], timeout=timeout_s)
+    if not done:
+        raise TimeoutError
+    return work.result()
 
 
-class WritesAfterDeath(Direct):
+@planted("get", Direct)
+async def writes_after_death(end: Toy, get: Usual, *given: Any) -> Any:
     """What has come from a peer that died is written after the get has failed."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        try:
-            landed = await super().get(reference, into, timeout_s)
-        except ConnectionError:
-            landed = False
-        if not landed:
-            with contextlib.suppress(OSError):
-                await super().ask(b"", 1)  # a peer that lives
-                return landed
-            KEPT.append(asyncio.ensure_future(late(into)))
-        return landed
+    with contextlib.suppress(ConnectionError):
+        if await get(*given):
+            return True
+    with contextlib.suppress(OSError):
+        await end.ask(b"", 1)  # a peer that lives
+        return False
+    KEPT.append(asyncio.ensure_future(late(given[1])))
+    return False
 
 
 class WritesAfterClose(Direct):
     """What was under way when it was closed is written behind that."""
 
-    views: list[memoryview]
+    views: tuple[memoryview, ...] = ()
 
     async def get(
         self, reference: bytes, into: memoryview, timeout_s: float | None
     ) -> bool:
-        self.views = [into]
+        self.views = (into,)
         landed = await super().get(reference, into, timeout_s)
-        self.views = []
+        self.views = ()
         return landed
 
     async def close(self) -> None:
-        KEPT.extend(map(asyncio.ensure_future, map(late, getattr(self, "views", []))))
+        KEPT.extend(map(asyncio.ensure_future, map(late, self.views)))
         await super().close()
 
 
-class WritesAfterWithdrawal(Toy):
+@planted("serve")
+async def writes_after_withdrawal(end: Toy, _: Usual, *given: Any) -> None:
     """Whether memory may be written is looked up before the bytes have come."""
-
-    async def serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        reference = await reader.readexactly(16)
-        view = self.offered.get(reference, memoryview(b""))
-        with contextlib.suppress(ConnectionError):
-            data = await reader.read()
-            if not data:
-                writer.write(view)
-            elif len(data) == len(view):
-                await asyncio.sleep(0.03)
-                view[:] = data
-                writer.write(b"done")
-            await writer.drain()
-        writer.close()
+    reader, writer = given
+    view = end.offered.get(await reader.readexactly(16), memoryview(b""))
+    with contextlib.suppress(ConnectionError):
+        data = await reader.read()
+        if not data:
+            writer.write(view)
+        elif len(data) == len(view):
+            await asyncio.sleep(0.03)
+            view[:] = data
+            writer.write(b"done")
+        await writer.drain()
+    writer.close()
 
 
-class ReadsAfterCancel(Toy):
+@planted("put")
+async def reads_after_cancel(_: Toy, put: Usual, *given: Any) -> Any:
     """A put sends what its memory holds when there is time for it."""
 
-    async def put(
-        self, reference: bytes, data: memoryview, timeout_s: float | None
-    ) -> bool:
-        async def later() -> bool:
-            await asyncio.sleep(0.02)
-            return await super(ReadsAfterCancel, self).put(reference, data, timeout_s)
+    async def later() -> Any:
+        await asyncio.sleep(0.02)
+        return await put(*given)
 
-        work = asyncio.ensure_future(later())
-        KEPT.append(work)
-        return await asyncio.shield(work)
+    KEPT.append(asyncio.ensure_future(later()))
+    return await asyncio.shield(KEPT[-1])
 
 
-class Stale(Toy):
+@planted("withdraw")
+async def stale(end: Toy, withdraw: Usual, reference: bytes) -> None:
     """A reference is the place of its memory."""
-
-    async def offer(self, data: memoryview) -> bytes:
-        reference = await super().offer(data)
-        self.stale = {**getattr(self, "stale", {}), reference: data}
-        return reference
-
-    async def withdraw(self, reference: bytes) -> None:
-        await super().withdraw(reference)
-        self.offered[reference] = memoryview(bytearray(self.stale[reference]))
-        asyncio.get_running_loop().call_soon(
-            self.offered.__setitem__, reference, self.stale[reference]
-        )
+    data = end.offered[reference]
+    await withdraw(reference)
+    end.offered[reference] = memoryview(bytearray(data))
+    loop = asyncio.get_running_loop()
+    loop.call_soon(end.offered.__setitem__, reference, data)
 
 
-class Torn(Toy):
-    """Answers in parts, and looks at the right to them only once."""
-
-    async def serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        request = await reader.read()
-        view = self.offered.get(request, memoryview(b""))
-        with contextlib.suppress(ConnectionError):
-            for start in range(0, len(view), len(view) // 8 or 1):
-                writer.write(view[start : start + (len(view) // 8 or 1)])
-                await writer.drain()
-                await asyncio.sleep(0.0005)
-        writer.close()
-
-    async def put(
-        self, reference: bytes, data: memoryview, timeout_s: float | None
-    ) -> bool:
-        return await Toy.put(self, b"x" * 16, data, timeout_s)
-
+class OnlyGets(Toy):
     @classmethod
     def can(cls, verb: str) -> bool:
         return verb == "get"
 
 
-class Hole(Toy):
+@planted("serve", OnlyGets)
+async def torn(end: Toy, _: Usual, *given: Any) -> None:
+    """Answers in parts, and looks at the right to them only once."""
+    reader, writer = given
+    view = end.offered.get(await reader.read(), memoryview(b""))
+    with contextlib.suppress(ConnectionError):
+        for start in range(0, len(view), len(view) // 8 or 1):
+            writer.write(view[start : start + (len(view) // 8 or 1)])
+            await writer.drain()
+            await asyncio.sleep(0.0005)
+    writer.close()
+
+
+@planted("get", Direct)
+async def hole(end: Toy, _: Usual, *given: Any) -> bool:
     """The last bytes of a get are forgotten."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        answer = await self.ask(reference, timeout_s)
-        if len(answer) == len(into):
-            into[: len(into) - 512] = answer[:-512]
-        return len(answer) == len(into)
+    reference, into, timeout_s = given
+    answer = await end.ask(reference, timeout_s)
+    if len(answer) == len(into):
+        into[: len(into) - 512] = answer[:-512]
+    return len(answer) == len(into)
 
 
-class Misplaced(Toy):
+@planted("get")
+async def misplaced(_: Toy, get: Usual, *given: Any) -> Any:
     """Two pieces of a get change their places."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool | bytes:
-        answer = await self.ask(reference, timeout_s)
-        half = len(into) // 2
-        return len(answer) == len(into) and answer[half:] + answer[:half]
+    answer, half = await get(*given), len(given[1]) // 2
+    return answer and answer[half:] + answer[:half]
 
 
-class Damaged(Direct):
+@planted("get", Direct)
+async def damaged(_: Toy, get: Usual, *given: Any) -> Any:
     """A byte is changed on its way."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        landed = await super().get(reference, into, timeout_s)
-        if landed:
-            into[100] ^= 1
-        return landed
+    landed = await get(*given)
+    if landed:
+        given[1][100] ^= 1
+    return landed
 
 
-class Lost(Toy):
+@planted("put")
+async def lost(*_: object) -> bool:
     """A put is acknowledged before it is written, and then it is not."""
-
-    async def put(
-        self, reference: bytes, data: memoryview, timeout_s: float | None
-    ) -> bool:
-        return True
+    return True
 
 
-class Forgets(Toy):
+@planted("offer")
+async def forgets(end: Toy, offer: Usual, data: memoryview) -> Any:
     """What was offered is not there any more."""
-
-    async def offer(self, data: memoryview) -> bytes:
-        reference = await super().offer(data)
-        self.offered[reference] = memoryview(b"")
-        return reference
+    reference = await offer(data)
+    end.offered[reference] = memoryview(b"")
+    return reference
 
 
-class Fails(Direct):
+@planted("get", Direct)
+async def fails(end: Any, get: Usual, *given: Any) -> Any:
     """An operation behind a cancelled one fails."""
-
-    cancelled = False
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        if self.cancelled:
-            raise ConnectionError("broken by a cancel")
-        try:
-            return await super().get(reference, into, timeout_s)
-        except asyncio.CancelledError:
-            self.cancelled = True
-            raise
+    if hasattr(end, "cancelled"):
+        raise ConnectionError("broken by a cancel")
+    try:
+        return await get(*given)
+    except asyncio.CancelledError:
+        end.cancelled = True
+        raise
 
 
-class Slow(Direct):
+@planted("get", Direct)
+async def slow(_: Toy, get: Usual, *given: Any) -> Any:
     """A get takes longer than the limit of the test, and ends."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        await asyncio.sleep(1.5)
-        return await super().get(reference, into, timeout_s)
+    await asyncio.sleep(1.5)
+    return await get(*given)
 
 
-class NeverOpens(Toy):
+@planted("open")
+async def never_opens(*_: object) -> None:
     """The right end has no device."""
-
-    async def open(self, memory: memoryview) -> bytes:
-        raise OSError("there is no such device")
+    raise OSError("there is no such device")
 
 
-class OffersNothing(Toy):
+@planted("offer")
+async def offers_nothing(*_: object) -> None:
     """The right end cannot offer its memory."""
-
-    async def offer(self, data: memoryview) -> bytes:
-        raise OSError("memory cannot be registered")
+    raise OSError("memory cannot be registered")
 
 
-class Hangs(Direct):
+@planted("get", Direct)
+async def hangs(_: Toy, get: Usual, *given: Any) -> bool:
     """A get waits for an answer that nobody will send."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        landed = await super().get(reference, into, timeout_s)
-        if not landed:
-            await asyncio.Event().wait()
-        return landed
+    return await get(*given) or await asyncio.Event().wait()
 
 
-class Blocks(Direct):
+@planted("get", Direct)
+async def blocks(_: Toy, get: Usual, *given: Any) -> Any:
     """The same, in a call that stops the loop."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        landed = await super().get(reference, into, timeout_s)
-        if not landed:
-            time.sleep(60)  # noqa: ASYNC251 - it is the mistake
-        return landed
+    return await get(*given) or time.sleep(60)  # noqa: ASYNC251 - it is the mistake
 
 
-class Crashes(Direct):
+@planted("get", Direct)
+async def crashes(_: Toy, get: Usual, *given: Any) -> Any:
     """A get by a reference that has ended takes its process with it."""
-
-    async def get(
-        self, reference: bytes, into: memoryview, timeout_s: float | None
-    ) -> bool:
-        landed = await super().get(reference, into, timeout_s)
-        if not landed:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        return landed
+    return await get(*given) or os.kill(os.getpid(), signal.SIGSEGV)
 
 
-class CrashesThere(Toy):
+@planted("withdraw")
+async def crashes_there(*_: object) -> None:
     """The same at the other end."""
-
-    async def withdraw(self, reference: bytes) -> None:
-        os.kill(os.getpid(), signal.SIGSEGV)
+    os.kill(os.getpid(), signal.SIGSEGV)
 
 
-class PollsWhileIdle(Toy):
+@planted("connect")
+async def polls_while_idle(_: Toy, connect: Usual, peer: bytes) -> None:
     """A task looks for something to do, again and again."""
 
-    async def connect(self, peer: bytes) -> None:
-        await super().connect(peer)
-        KEPT.append(asyncio.ensure_future(self.poll()))
-
-    async def poll(self) -> None:
+    async def poll() -> None:
         while True:  # noqa: ASYNC110 - it is the mistake
             await asyncio.sleep(0)
 
+    await connect(peer)
+    KEPT.append(asyncio.ensure_future(poll()))
 
-class KeepsMemory(Toy):
+
+@planted("ask")
+async def keeps_memory(_: Toy, ask: Usual, *given: Any) -> Any:
     """What has come is kept."""
-
-    async def ask(self, request: bytes, timeout_s: float | None) -> bytes:
-        answer = await super().ask(request, timeout_s)
-        KEPT.append(answer)
-        return answer
+    KEPT.append(await ask(*given))
+    return KEPT[-1]
 
 
-class KeepsDescriptors(Toy):
+@planted("close")
+async def keeps_descriptors(_: Toy, close: Usual) -> None:
     """Each connection leaves a descriptor open."""
-
-    async def close(self) -> None:
-        KEPT.append(os.dup(0))
-        await super().close()
+    KEPT.append(os.dup(0))
+    await close()
 
 
-class KeepsThreads(Toy):
+@planted("close")
+async def keeps_threads(_: Toy, close: Usual) -> None:
     """Each connection leaves a thread."""
-
-    async def close(self) -> None:
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-        await super().close()
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    await close()

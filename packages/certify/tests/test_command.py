@@ -46,7 +46,7 @@ def test_a_breach_is_kept_and_plays_again(
     junit = tmp_path / "junit.xml"
     options = ["--schedules", "1", "--seed", "9", "--times", "1", "--json"]
     options += ["--into", str(tmp_path), "--junit", str(junit)]
-    assert main(["certify", f"{PLANTS}:Hole", *options]) == 1
+    assert main(["certify", f"{PLANTS}:hole", *options]) == 1
     said, progress = capsys.readouterr()
     assert progress.startswith("seed 9: hole: ")
     (breach,) = msgspec.json.decode(said, type=Certificate).breaches
@@ -67,7 +67,7 @@ def test_a_breach_is_kept_if_a_report_cannot_be_written(
 ) -> None:
     options = ["--schedules", "1", "--seed", "9", "--times", "1"]
     options += ["--into", str(tmp_path), "--junit", str(tmp_path)]
-    assert main(["certify", f"{PLANTS}:Hole", *options]) != 0
+    assert main(["certify", f"{PLANTS}:hole", *options]) != 0
     assert saved(tmp_path).rule == "hole"
     (file,) = tmp_path.glob("*.json")
     error = capsys.readouterr().err
@@ -81,7 +81,7 @@ def saved(folder: Path) -> Breach:
 
 
 async def test_ctrl_c_ends_with_a_report(tmp_path: Path) -> None:
-    command = ["-m", "kvwire", "certify", f"{PLANTS}:Hole", "--into", str(tmp_path)]
+    command = ["-m", "kvwire", "certify", f"{PLANTS}:hole", "--into", str(tmp_path)]
     async with beside(*command, kind=Beside, logs=True) as run:
         assert "hole" in await run.line()
         run.signal(signal.SIGINT)
@@ -161,7 +161,7 @@ def test_an_adapter_has_modules_beside_it(tmp_path: Path) -> None:
         ("tory", "is neither module:Class nor file.py:Class; did you mean 'toy'?"),
         ("nowhere.py:Thing", "file nowhere.py does not exist in /"),
         ("[/]", "target '[/]' is neither module:Class nor file.py:Class"),
-        (f"{PLANTS}:Hold", "plants.py has no Hold; did you mean 'Hole'?"),
+        (f"{PLANTS}:hold", "plants.py has no hold; did you mean 'hole'?"),
         (f"{PLANTS}", "lacks a class; known are "),
         (f"{PLANTS}:KEPT", "must be a subclass of kvwire_certify.End"),
         ("kvwire_certify:End", "has neither get nor put"),

@@ -44,28 +44,28 @@ LEAKS = ("leak-memory", "leak-descriptor", "leak-thread")
 PLANTS = Path(__file__).with_name("plants.py")
 # What it has to be found as, and seeds of which one finds it.
 FOUND = {
-    "ReadsAfterCancel": ("late-read", range(1, 97)),
-    "WritesAfterCancel": ("late-write", range(1, 97)),
-    "WritesAfterTimeout": ("late-write", range(1, 97)),
-    "WritesAfterDeath": ("late-write", range(4, 320, 16)),
+    "reads_after_cancel": ("late-read", range(1, 97)),
+    "writes_after_cancel": ("late-write", range(1, 97)),
+    "writes_after_timeout": ("late-write", range(1, 97)),
+    "writes_after_death": ("late-write", range(4, 320, 16)),
     "WritesAfterClose": ("late-write", range(8, 320, 16)),
-    "WritesAfterWithdrawal": ("late-write", range(1, 97)),
-    "Stale": ("stale", range(1, 97)),
-    "Torn": ("torn", range(1, 97)),
-    "Hole": ("hole", range(1, 97)),
-    "Misplaced": ("misplaced", range(1, 97)),
-    "Damaged": ("foreign", range(1, 97)),
-    "Lost": ("lost", range(1, 97)),
-    "Forgets": ("lost", range(1, 97)),
-    "Fails": ("failed", range(1, 97)),
-    "Hangs": ("hang", range(1, 97)),
-    "Blocks": ("hang", range(1, 97)),
-    "Crashes": ("crash", range(1, 97)),
-    "CrashesThere": ("crash", range(1, 97)),
-    "PollsWhileIdle": ("busy-idle", range(12, 13)),
-    "KeepsMemory": ("leak-memory", range(13, 14)),
-    "KeepsDescriptors": ("leak-descriptor", range(13, 14)),
-    "KeepsThreads": ("leak-thread", range(13, 14)),
+    "writes_after_withdrawal": ("late-write", range(1, 97)),
+    "stale": ("stale", range(1, 97)),
+    "torn": ("torn", range(1, 97)),
+    "hole": ("hole", range(1, 97)),
+    "misplaced": ("misplaced", range(1, 97)),
+    "damaged": ("foreign", range(1, 97)),
+    "lost": ("lost", range(1, 97)),
+    "forgets": ("lost", range(1, 97)),
+    "fails": ("failed", range(1, 97)),
+    "hangs": ("hang", range(1, 97)),
+    "blocks": ("hang", range(1, 97)),
+    "crashes": ("crash", range(1, 97)),
+    "crashes_there": ("crash", range(1, 97)),
+    "polls_while_idle": ("busy-idle", range(12, 13)),
+    "keeps_memory": ("leak-memory", range(13, 14)),
+    "keeps_descriptors": ("leak-descriptor", range(13, 14)),
+    "keeps_threads": ("leak-thread", range(13, 14)),
 }
 
 
@@ -81,7 +81,7 @@ async def test_a_planted_mistake_is_found(plant: str) -> None:
 
 
 async def test_a_breach_is_made_small_and_plays_again() -> None:
-    found = await certify(f"{PLANTS}:Hole", seeds=[9], times=1)
+    found = await certify(f"{PLANTS}:hole", seeds=[9], times=1)
     (breach,) = found.breaches
     assert breach.seeds == (9,)
     assert [step.verb for step in breach.schedule.steps] == ["offer", "get"]
@@ -89,17 +89,17 @@ async def test_a_breach_is_made_small_and_plays_again() -> None:
     assert (await play_again(breach, times=2)).breaches[0].again == 2
     healthy = msgspec.structs.replace(breach, target="toy")
     assert not (await play_again(healthy, times=1)).breaches
-    other = msgspec.structs.replace(breach, target=f"{PLANTS}:NeverOpens")
+    other = msgspec.structs.replace(breach, target=f"{PLANTS}:never_opens")
     (instead,) = (await play_again(other, times=2)).breaches
     assert (instead.rule, instead.again) == ("failed", 2)
 
 
 @pytest.mark.parametrize(
-    ("plant", "rules"), [("Slow", []), ("Hangs", ["hang"])], ids=["slow", "hangs"]
+    ("plant", "rules"), [("slow", []), ("hangs", ["hang"])], ids=["slow", "hangs"]
 )
 async def test_what_is_only_slow_does_not_hang(plant: str, rules: list[str]) -> None:
     """A tier's close deleted files for longer than the limit on a busy machine."""
-    seeds = [7] if plant == "Slow" else range(1, 3)
+    seeds = [7] if plant == "slow" else range(1, 3)
     found = await certify(f"{PLANTS}:{plant}", seeds=seeds, limit_s=1.0, times=1)
     assert [breach.rule for breach in found.breaches] == rules
 
@@ -133,7 +133,7 @@ async def test_an_adapter_that_fails_at_import_is_no_breach(
 async def test_an_adapter_that_never_opens_is_no_breach() -> None:
     """As a store whose server is not running: there is nothing to test."""
     with pytest.raises(BackendUnavailable, match="open: in the right process: OSError"):
-        await certify(f"{PLANTS}:NeverOpens", seeds=[1])
+        await certify(f"{PLANTS}:never_opens", seeds=[1])
 
 
 async def test_what_no_schedule_has_checked() -> None:
@@ -145,10 +145,10 @@ async def test_what_no_schedule_has_checked() -> None:
 @pytest.mark.parametrize(
     ("plant", "seed", "rule", "others"),
     [
-        ("OffersNothing", 1, "failed", {"hang", "crash"}),
+        ("offers_nothing", 1, "failed", {"hang", "crash"}),
         # It breaks its promise before the step that measures an idle process.
-        ("Hole", 12, "hole", {*RULES} - {"late-read", "busy-idle", *LEAKS}),
-        ("CrashesThere", 7, "crash", {*RULES} - {"late-read", "busy-idle", *LEAKS}),
+        ("hole", 12, "hole", {*RULES} - {"late-read", "busy-idle", *LEAKS}),
+        ("crashes_there", 7, "crash", {*RULES} - {"late-read", "busy-idle", *LEAKS}),
     ],
 )
 async def test_what_comes_after_a_breach_is_not_checked(
@@ -200,7 +200,7 @@ async def test_an_error_names_its_line_in_the_adapter() -> None:
     schedule = msgspec.structs.replace(
         make(4), steps=(Step("offer"), Step("get", way="cancel"), Step("get"))
     )
-    async with Stage(f"{PLANTS}:Fails", LIMIT_S) as stage:
+    async with Stage(f"{PLANTS}:fails", LIMIT_S) as stage:
         text = (await stage.play(schedule)).text
     assert "ConnectionError: broken by a cancel (plants.py, line " in text
 

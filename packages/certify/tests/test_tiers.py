@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,171 +22,165 @@ from kvwire_store.spi import (
     BlockResults,
     Head,
     Keys,
-    Namespace,
     Orders,
     views_of,
 )
 from packages.store.tests.tiers.services import Played, PlayedTier
 
-
-class FindsNothing(PlayedTier):
-    async def find(self, keys: Keys) -> Orders:
-        return np.full(keys.size, ABSENT, np.uint8)
+BROKEN: list[Any] = []
+Usual = Callable[[], Any]
 
 
-class ReadsOtherBytes(PlayedTier):
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = await super()._read(namespace, batch)
-        views_of(batch.images)[0][0] ^= 1
-        return results
+def broken(
+    check: str, method: str, **also: object
+) -> Callable[[Any], type[PlayedTier]]:
+    """Put a function in the place of a tier's method, and name the check it fails.
+
+    It is given the tier, the usual call, and the last thing that is called with.
+    """
+
+    def note(mistake: Any) -> type[PlayedTier]:
+        def instead(tier: PlayedTier, *given: Any) -> Any:
+            usual = partial(getattr(super(kind, tier), method), *given)
+            return mistake(tier, usual, given[-1] if given else None)
+
+        kind = type(mistake.__name__, (PlayedTier,), {method: instead, **also})
+        BROKEN.append(pytest.param(kind, check, id=mistake.__name__))
+        return kind
+
+    return note
 
 
-class IgnoresDamage(PlayedTier):
-    async def get_into(self, batch: Batch) -> BlockResults:
-        results = await super().get_into(batch)
-        for at in np.flatnonzero(results == BlockResult.DAMAGED):
-            value = self.service.values[batch.keys[at]]
-            views_of(batch.images)[at][:] = value[HEAD_BYTES:]
-            results[at] = BlockResult.LANDED
-        assert batch.sizes is not None
-        batch.sizes[:] = batch.images.lengths[0]
-        return results
+def all_are(result: BlockResult, batch: Batch) -> BlockResults:
+    return np.full(batch.keys.size, result, np.uint8)
 
 
-class FailsTogether(PlayedTier):
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = await super()._read(namespace, batch)
-        if (results == BlockResult.MISSING).any():
-            results.fill(BlockResult.FAILED)
-        return results
+@broken("found.landed", "find")
+async def finds_nothing(_: PlayedTier, __: Usual, keys: Keys) -> Orders:
+    return np.full(keys.size, ABSENT, np.uint8)
 
 
-class Late(PlayedTier):
+@broken("exact.bytes", "_read")
+async def reads_other_bytes(_: PlayedTier, read: Usual, batch: Batch) -> Any:
+    results = await read()
+    views_of(batch.images)[0][0] ^= 1
+    return results
+
+
+@broken("exact.damaged", "get_into")
+async def ignores_damage(tier: PlayedTier, get: Usual, batch: Batch) -> Any:
+    results = await get()
+    for at in np.flatnonzero(results == BlockResult.DAMAGED):
+        value = tier.service.values[batch.keys[at]]
+        views_of(batch.images)[at][:] = value[HEAD_BYTES:]
+        results[at] = BlockResult.LANDED
+    assert batch.sizes is not None
+    batch.sizes[:] = batch.images.lengths[0]
+    return results
+
+
+@broken("each.missing", "_read")
+async def fails_together(_: PlayedTier, read: Usual, batch: Batch) -> Any:
+    results = await read()
+    if (results == BlockResult.MISSING).any():
+        results.fill(BlockResult.FAILED)
+    return results
+
+
+@broken("done.write", "_write")
+async def late(_: PlayedTier, write: Usual, batch: Batch) -> BlockResults:
     """Goes on with images when a call has returned."""
-
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        later = super()._write(namespace, batch)
-        asyncio.get_running_loop().call_later(0.01, asyncio.ensure_future, later)
-        return np.full(batch.keys.size, BlockResult.LANDED, np.uint8)
+    asyncio.get_running_loop().call_later(0.01, asyncio.ensure_future, write())
+    return all_are(BlockResult.LANDED, batch)
 
 
-class LateRead(PlayedTier):
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        results = await super()._read(namespace, batch)
-        view, first = views_of(batch.images)[0], views_of(batch.images)[0][0]
-        asyncio.get_running_loop().call_later(0.01, view.__setitem__, 0, first ^ 1)
-        return results
+@broken("done.read", "_read")
+async def late_read(_: PlayedTier, read: Usual, batch: Batch) -> Any:
+    results = await read()
+    view, first = views_of(batch.images)[0], views_of(batch.images)[0][0]
+    asyncio.get_running_loop().call_later(0.01, view.__setitem__, 0, first ^ 1)
+    return results
 
 
-class StopsInTheMiddle(PlayedTier):
+@broken("cancelled.read", "_read", at_once_bytes=1 << 40)
+async def stops_in_the_middle(_: PlayedTier, read: Usual, __: Batch) -> Any:
     """What is cancelled goes on in a task, and does not finish first."""
 
-    at_once_bytes = 1 << 40
-
-    async def _read(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        reading = asyncio.ensure_future(self._slowly(namespace, batch))
-        return await asyncio.shield(reading)
-
-    async def _slowly(self, namespace: Namespace, batch: Batch) -> BlockResults:
+    async def slowly() -> Any:
         for _ in range(20):
             await asyncio.sleep(0)
-        return await super()._read(namespace, batch)
+        return await read()
+
+    return await asyncio.shield(asyncio.ensure_future(slowly()))
 
 
-class OneAtATime(PlayedTier):
-    busy = False
-
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        if self.busy:
-            return np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
-        self.busy = True
-        try:
-            return await super()._write(namespace, batch)
-        finally:
-            self.busy = False
+@broken("overlap.same", "_write", busy=False)
+async def one_at_a_time(tier: Any, write: Usual, batch: Batch) -> Any:
+    if tier.busy:
+        return all_are(BlockResult.FAILED, batch)
+    tier.busy = True
+    try:
+        return await write()
+    finally:
+        tier.busy = False
 
 
-class KeepsDeleted(PlayedTier):
-    async def remove(self, keys: Keys) -> Bits:
-        return np.ones(keys.size, np.bool_)
+@broken("deleted.blocks", "remove")
+async def keeps_deleted(_: PlayedTier, __: Usual, keys: Keys) -> Bits:
+    return np.ones(keys.size, np.bool_)
 
 
-class DeletesAll(PlayedTier):
-    async def remove_folder(self, folder: str) -> None:
-        self.service.values.clear()
+@broken("deleted.blocks", "heads")
+async def old_heads(tier: PlayedTier, heads: Usual, keys: Keys) -> list[Head]:
+    """It remembers, and does not hear of what it has deleted."""
+    found = tier.__dict__.setdefault("found", {})
+    named = list(zip(keys.tolist(), await heads(), strict=True))
+    found |= {key: head for key, head in named if not isinstance(head, BlockResult)}
+    return [found.get(key, head) for key, head in named]
 
 
-class Forgets(PlayedTier):
-    async def disconnect(self) -> None:
-        self.service.values.clear()
+@broken("deleted.namespace", "remove_folder")
+async def deletes_all(tier: PlayedTier, _: Usual, __: str) -> None:
+    tier.service.values.clear()
 
 
-class Raises(PlayedTier):
-    async def put(self, batch: Batch) -> BlockResults:
-        if self.service.down:
-            raise ConnectionResetError("it is away")
-        return await super().put(batch)
+@broken("kept.closed", "disconnect")
+async def forgets(tier: PlayedTier, _: Usual, __: None) -> None:
+    tier.service.values.clear()
 
 
-class StaysAway(PlayedTier):
-    async def is_back(self) -> bool:
-        return False
+@broken("away.answered", "put")
+async def raises(tier: PlayedTier, put: Usual, _: Batch) -> Any:
+    if tier.service.down:
+        raise ConnectionResetError("it is away")
+    return await put()
 
 
-class TakesAnything(PlayedTier):
+@broken("away.answered", "is_back")
+async def stays_away(*_: object) -> bool:
+    return False
+
+
+@broken("room.large", "_write")
+async def takes_anything(_: PlayedTier, write: Usual, batch: Batch) -> Any:
     """It says that nothing is too large, and fails."""
-
-    async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
-        if namespace.image_bytes > 1 << 20:
-            return np.full(batch.keys.size, BlockResult.FAILED, np.uint8)
-        return await super()._write(namespace, batch)
+    if batch.images.lengths[0] > 1 << 20:
+        return all_are(BlockResult.FAILED, batch)
+    return await write()
 
 
-class CountsNothing(PlayedTier):
-    def stats(self) -> Any:
-        stats = super().stats()
-        stats.read_blocks = 0
-        return stats
+@broken("room.counted", "stats")
+def counts_nothing(_: PlayedTier, stats: Usual, __: None) -> Any:
+    found = stats()
+    found.read_blocks = 0
+    return found
 
 
-class OldHeads(PlayedTier):
-    """It remembers, and is not told of what it has deleted."""
-
-    async def heads(self, keys: Keys) -> list[Head]:
-        found = self.__dict__.setdefault("found", {})
-        heads = await super().heads(keys)
-        for key, head in zip(keys.tolist(), heads, strict=True):
-            if not isinstance(head, BlockResult):
-                found[key] = head
-        named = zip(keys.tolist(), heads, strict=True)
-        return [found.get(key, head) for key, head in named]
-
-
-BROKEN = {
-    FindsNothing: "found.landed",
-    ReadsOtherBytes: "exact.bytes",
-    IgnoresDamage: "exact.damaged",
-    FailsTogether: "each.missing",
-    Late: "done.write",
-    LateRead: "done.read",
-    StopsInTheMiddle: "cancelled.read",
-    OneAtATime: "overlap.same",
-    KeepsDeleted: "deleted.blocks",
-    OldHeads: "deleted.blocks",
-    DeletesAll: "deleted.namespace",
-    Forgets: "kept.closed",
-    Raises: "away.answered",
-    StaysAway: "away.answered",
-    TakesAnything: "room.large",
-    CountsNothing: "room.counted",
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda cls: cls.__name__)
-async def test_a_broken_promise_is_found(broken: type[PlayedTier]) -> None:
-    service, found = Played(), BROKEN[broken]
+@pytest.mark.parametrize(("kind", "found"), BROKEN)
+async def test_a_broken_promise_is_found(kind: type[PlayedTier], found: str) -> None:
+    service = Played()
     report = await check_tier(
-        lambda: service.open(broken),
+        lambda: service.open(kind),
         away=service.away,
         damage=service.damage,
         only=[found],
@@ -206,4 +202,4 @@ async def test_what_a_tier_cannot_show_is_not_checked() -> None:
     with pytest.raises(UsageError, match=r"unknown check of tiers away\.opened"):
         await check_tier(service.open, only=["away.opened"])
     with pytest.raises(CheckFailed, match=r"found\.landed: .*find lacks"):
-        await check_tier(lambda: service.open(FindsNothing), only=["found.landed"])
+        await check_tier(lambda: service.open(finds_nothing), only=["found.landed"])
