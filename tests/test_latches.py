@@ -156,8 +156,8 @@ def latches(of: ast.ClassDef) -> set[str]:
         ),
         # an engine that was drained, and restarted
         (
-            "packages/vllm/tests/test_engines_found.py",
-            "test_an_engine_is_killed_and_started_again",
+            "packages/vllm/tests/test_fleet.py",
+            "test_an_engine_that_was_drained_comes_back",
         ),
     ],
 )

@@ -21,6 +21,7 @@ from packages.vllm.tests.support.serving import (
     prompt,
     tokens_of,
 )
+from tests.support.waiting import eventually
 
 pytestmark = [NEEDS_VLLM, pytest.mark.slow, pytest.mark.timeout(3600)]
 RIGHT = "right"
@@ -107,6 +108,16 @@ def test_no_request_is_refused_while_engines_restart_one_by_one(
     outcomes = loaded.load(restart_all, loaded.fleet.proxy)
     print(dict(outcomes))
     assert outcomes.keys() == {RIGHT}
+    engines = loaded.fleet.shown().values()
+    assert {one["role"] for one in engines} == set(ROLES)
+    assert all("tcp" in one["transports"] for one in engines)
+    # What the transfers were on, which engines announce within a second.
+    assert eventually(
+        lambda: any(
+            one["labels"].get("carrying", "").startswith("tcp:")
+            for one in loaded.fleet.shown().values()
+        )
+    )
 
 
 def test_no_request_is_refused_when_prefill_is_killed_for_good(loaded: Loaded) -> None:

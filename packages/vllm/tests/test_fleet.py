@@ -23,11 +23,11 @@ from kvwire_vllm.proxy.limits import (
 )
 from kvwire_vllm.proxy.members import AllowedHosts, read_member
 from kvwire_vllm.proxy.policy import least_loaded
-from packages.vllm.tests.support.fake_engine import HERE, member, record
 from packages.vllm.tests.support.proxies import (
     ASK,
     D1,
     D2,
+    HERE,
     P1,
     P2,
     Engines,
@@ -37,6 +37,8 @@ from packages.vllm.tests.support.proxies import (
     fails,
     fleet_in_turns,
     gone,
+    member,
+    record,
     refused,
     when,
 )

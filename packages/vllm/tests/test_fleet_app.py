@@ -10,7 +10,6 @@ import pytest
 from kvwire_vllm.proxy.admission import Admission
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
-from packages.vllm.tests.support.fake_engine import member
 from packages.vllm.tests.support.proxies import (
     D1,
     D2,
@@ -19,6 +18,7 @@ from packages.vllm.tests.support.proxies import (
     app,
     call,
     fleet_in_turns,
+    member,
     operate,
     post,
     refused,

@@ -81,10 +81,6 @@ CHECKS = (
             "that it has closed something",
             "tests/support/virtual_time.py::pass_time": "it waits in virtual time, "
             "which takes no real time",
-            "packages/vllm/tests/support/fake_engine.py::complete": "it is a process "
-            "that stands for an engine, whose tokens take time",
-            "packages/vllm/tests/support/fake_engine.py::complete.<locals>.events": ""
-            "it is a stream of such tokens",
         },
     ),
     check.Check(

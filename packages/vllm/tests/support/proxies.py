@@ -30,10 +30,12 @@ import aiohttp
 import httpx
 from aiohttp import web
 
+from kvwire.directory import Record
 from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
+from kvwire_vllm.proxy.members import AllowedHosts, read_member
 from kvwire_vllm.proxy.policy import AT_ONCE, Choose
 from kvwire_vllm.proxy.server import ProxyServer
 from tests.support.pairs import turns
@@ -213,6 +215,30 @@ async def turns_until(condition: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0)
     raise TimeoutError
+
+
+# --- engines that a directory names ---------------------------------------------------
+
+HERE = AllowedHosts()
+
+
+def record(port: int, role: str, incarnation: str, **fields: Any) -> Record:
+    """What an engine of this host announces."""
+    http = {"http": f"http://127.0.0.1:{port}", "slots": "8"}
+    return Record(
+        name=f"{role}-{port}",
+        address=f"tcp://127.0.0.1:{port}",
+        incarnation=incarnation,
+        role=role,
+        labels=http | fields.pop("labels", {}),
+        **fields,
+    )
+
+
+def member(port: int = 1, role: str = "decode", start: int = 1, **fields: Any) -> Any:
+    """As a proxy reads it from a directory: its key, and its record."""
+    said = record(port, role, f"{start:032x}", **fields)
+    return said.key, read_member(said, HERE)
 
 
 # --- proxies --------------------------------------------------------------------------

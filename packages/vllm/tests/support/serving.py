@@ -245,14 +245,10 @@ class Front(Process):
         assert eventually(lambda: len(self.engines("up")) >= self.named)
 
     def engines(self, gauge: str) -> set[str]:
+        """URLs of the engines of which a gauge is not 0, by the proxy's metrics."""
         text = httpx.get(f"{self.url}/metrics", timeout=ANSWERS_WITHIN_S).text
-        return engines_of(text, gauge)
-
-
-def engines_of(metrics: str, gauge: str) -> set[str]:
-    """URLs of the engines of which a gauge is not 0, by the proxy's metrics."""
-    lines = [line for line in metrics.splitlines() if f"_engine_{gauge}{{" in line]
-    return {line.split('"')[1] for line in lines if not line.endswith(" 0.0")}
+        lines = [line for line in text.splitlines() if f"_engine_{gauge}{{" in line]
+        return {line.split('"')[1] for line in lines if not line.endswith(" 0.0")}
 
 
 def front(folder: Path, *arguments: str) -> Front:
