@@ -1,8 +1,7 @@
-"""What every tier keeps, whatever it is made of; each kind's own tests ask for it."""
+"""What tests of tiers put, and look for in a store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -67,26 +66,3 @@ async def expect_shared(where: str, name: str = "") -> None:
     async with BlockStore.open([memory, where]) as store:
         assert await store.match(hashes, target.cache) == 0
         assert await store.match(hashes[8:], target.cache) == 0
-
-
-async def expect_miss(where: str, damage: Callable[[], object], name: str = "") -> None:
-    """The first of three blocks is missing once it is damaged, until it is put again.
-
-    ``damage`` is called when a store that has looked for them has them in no memory.
-    """
-    hashes, source, target = chain(3, name), Filled(seed=1), Filled()
-    async with BlockStore.open([where]) as store:
-        assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
-    async with BlockStore.open([where]) as store:
-        assert await store.match(hashes, target.cache) == 3
-        damage()
-        outcome = await store.get(hashes, target.cache, [0, 1, 2])
-        assert outcome.landed.ids().tolist() == [1, 2]
-        assert np.array_equal(source.tokens([1, 2]), target.tokens([1, 2]))
-        # It is that block, and not the tier.
-        assert not inside.tiers(store).below[0].reason
-        assert await store.match(hashes, target.cache) == 0
-        assert (await store.put(hashes, source.cache, [0, 1, 2])).complete
-    async with BlockStore.open([where]) as store:
-        assert (await store.get(hashes, target.cache, [0, 1, 2])).complete
-    assert np.array_equal(source.tokens([0, 1, 2]), target.tokens([0, 1, 2]))

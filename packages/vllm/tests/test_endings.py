@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient, EngineFailed
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.policy import AT_ONCE
-from packages.vllm.tests.support.proxies import ASK, post, saying
+from packages.vllm.tests.support.proxies import ASK, saying
 
 JSON = b'{"choices":[{"text":"one two"}]}'
 HALF = JSON[:20]
@@ -96,16 +95,3 @@ async def test_an_answer_that_is_cut(answer: bytes) -> None:
     """However the connection ends; what HTTP knows of it, and what it does not."""
     with pytest.raises(EngineFailed):
         await passed_on(answer)
-
-
-async def test_the_client_of_a_stream_that_is_cut() -> None:
-    """Its last event is an error."""
-    async with saying(events(EVENT)) as heard:
-        where = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ("d:1",))
-        client = EngineClient()
-        application = ProxyApp(EngineFleet([], [where]), ProxySettings(), client=client)
-        told = await post(application, {**ASK, "stream": True})
-        await client.close()
-    assert told.status_code == 200
-    assert told.content.startswith(EVENT)
-    assert "its stream is incomplete" in told.text

@@ -192,15 +192,6 @@ async def test_a_stream_that_begins_with_an_error_of_the_client_is_its_answer() 
     assert (answered.status_code, answered.content) == (200, said)
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"text": "\xff"}'])
-async def test_an_answer_of_prefill_that_cannot_be_read(content: bytes) -> None:
-    """Only it could name the KV, so decode computes the prompt."""
-
-    engines = Engines(p1=says(content, headers={"content-type": "application/json"}))
-    assert (await post(app(engines, policy.IN_SEQUENCE))).status_code == 200
-    assert engines.params("d1") == [None]
-
-
 @pytest.mark.parametrize("failing", [refused, broken])
 async def test_another_prefill_engine_takes_over(failing: Handler) -> None:
     given_up = asyncio.Event()
@@ -217,22 +208,6 @@ async def test_another_prefill_engine_takes_over(failing: Handler) -> None:
     assert (await post(app(engines))).json() == {"tokens": 9}
     assert given_up.is_set()
     assert "p2" in engines.hosts()
-
-
-async def test_without_prefill_engines_decode_computes() -> None:
-    engines = Engines(p1=refused, p2=broken)
-    assert (await post(app(engines, policy.IN_SEQUENCE))).json() == {"tokens": 9}
-    host, body = engines.asked[-1]
-    assert host.startswith("d")
-    assert "kv_transfer_params" not in body
-
-
-@pytest.mark.parametrize("failing", [refused, broken])
-async def test_another_decode_engine_takes_over(failing: Handler) -> None:
-    """Also where an API server outlives its engine for a moment, and answers 500."""
-    engines = Engines(d1=failing)
-    assert (await post(app(engines))).json() == {"tokens": 9}
-    assert engines.hosts().count("d2") == 1
 
 
 @pytest.mark.parametrize(
@@ -379,6 +354,9 @@ async def test_a_prompt_that_decode_does_not_take(
     [
         (200, b"[" * 100_000),
         (500, b"[" * 100_000),
+        (200, b"{"),
+        (200, b"[]"),
+        (200, b'{"text": "\xff"}'),
         (200, b'{"kv_transfer_params":3}'),
         (200, b'{"kv_transfer_params":{"a":"\\ud800"}}'),
     ],

@@ -433,14 +433,6 @@ def _damage(path: Path, part: bytes) -> None:
     path.write_bytes(raw)
 
 
-async def test_touches_of_what_is_not_there_do_nothing() -> None:
-    async with serving() as (_, server), client(server) as one:
-        await one.say(messages.Touch(names(chain(STORE_KEYS_MAX))))
-        found = await one.ask(messages.Find(1, names(chain(1))))
-        assert isinstance(found, messages.Found)
-        assert await works(server)
-
-
 # --- stalls ---------------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from kvwire_store.tiers.directory import File
 from kvwire_store.tiers.disk import DiskTier
 from kvwire_store.tiers.disk_index import DiskIndex
 from kvwire_store.tiers.slabs import GRAIN_BYTES
-from packages.store.tests.contract import put_before, tier_of
+from packages.store.tests.contract import put_before
 from packages.store.tests.files import Faults, disk, store_on
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
@@ -174,20 +174,6 @@ async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path) -> None:
         outcome = await store.get(hashes, Filled(64).cache, list(range(64)))
         assert not outcome.complete
         assert any("became shorter" in reason for reason in outcome.missing.reasons)
-
-
-async def test_the_later_of_two_slots_counts(tmp_path: Path) -> None:
-    source, hashes = Filled(seed=1), chain(8)
-    for _ in range(3):
-        async with BlockStore.open(tiers(tmp_path)) as store:
-            await store.put(hashes, source.cache, IDS[:8])
-            tier = tier_of(store, DiskTier)
-            assert (await tier.find(store_keys(hashes, source)) != ABSENT).all()
-            # It forgets them, and its index does not.
-            named = tier.index.victims(512, 8)
-            tier.index.drop(*named)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        assert await landed(store, source, hashes) == IDS[:8]
 
 
 async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
@@ -507,31 +493,6 @@ async def test_a_flush_brings_down_what_was_written_back(tmp_path: Path) -> None
         await store.flush()
         assert tier.stats().blocks == 16
         assert store.stats()["memory:128KiB"].blocks == 16
-
-
-async def test_what_was_flushed_outlasts_what_is_written_back_to_a_full_disk(
-    tmp_path: Path,
-) -> None:
-    """Memory evicts, the full disk does not; later both take blocks again."""
-    source, faults = Filled(seed=1), Faults()
-    tier = await disk(tmp_path, "128KiB&slab=64KiB", hook=faults)
-    async with store_on(tier, write="back", memory="memory:64KiB") as store:
-        await store.put(chain(16, "flushed"), source.cache, IDS)
-        await store.flush()
-        faults.full()
-        for turn in range(4):
-            hashes = chain(16, str(turn))
-            assert (await store.put(hashes, source.cache, IDS)).complete
-        assert await landed(store, source, hashes) == IDS
-        with pytest.raises(OSError, match=r"^16 blocks are in memory only"):
-            await store.flush()
-        assert await landed(store, source, chain(16, "flushed")) == IDS
-        faults.failing.clear()
-        await store.put(chain(8, "later"), source.cache, IDS[:8])
-        await store.flush()
-    async with BlockStore.open(["memory:64KiB", f"disk:{tmp_path}?size=128KiB"]) as two:
-        assert await landed(two, source, chain(16, "flushed")) == IDS
-        assert await landed(two, source, chain(8, "later")) == IDS[:8]
 
 
 async def test_a_directory_stays_the_one_that_was_named(

@@ -20,8 +20,7 @@ pytest.importorskip(
 
 from kvwire_store import BlockStore
 from kvwire_store.tiers.mooncake import MooncakeTier
-from kvwire_store.tiers.object_format import HEAD_BYTES
-from packages.store.tests.contract import NAMESPACE, expect_miss, expect_shared, tier_of
+from packages.store.tests.contract import tier_of
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
 from tests.support.pairs import until
@@ -44,11 +43,9 @@ def where(master: Server, **options: object) -> str:
     return f"mooncake://127.0.0.1:{master.port}?{said}"
 
 
-async def test_what_one_store_puts_another_one_gets(master: Server) -> None:
-    await expect_shared(where(master, prefix="a"), "shared")
+async def test_another_prefix_is_another_store(master: Server) -> None:
     async with BlockStore.open([where(master, prefix="a")]) as store:
         assert (await store.put(chain(1), Filled(seed=1).cache, [0])).complete
-    # Another prefix is another store.
     async with BlockStore.open([where(master, prefix="b")]) as other:
         assert await other.match(chain(1), Filled().cache) == 0
 
@@ -70,26 +67,6 @@ async def test_batches_larger_than_a_stage(master: Server) -> None:
     async with BlockStore.open([where(master, buffer="64KiB")]) as store:
         outcome = await store.put(chain(1), source.cache, [0])
         assert "?buffer=" in outcome.missing.reasons[0]
-
-
-@pytest.mark.parametrize("at", [0, HEAD_BYTES, -1, None])
-async def test_a_wrong_object_is_missing(master: Server, at: int | None) -> None:
-    name = f"wrong {at}"
-    async with BlockStore.open([where(master)]) as store:
-        tier = tier_of(store, MooncakeTier)
-        native = tier._native
-        first, other = (
-            tier.value_name(NAMESPACE.digest + one) for one in chain(2, name)
-        )
-
-        def damage() -> None:
-            raw = bytearray(native.get(first if at is not None else other))
-            if at is not None:
-                raw[at] ^= 1
-            assert native.remove(first, True) == 0
-            assert native.put(first, bytes(raw)) == 0
-
-        await expect_miss(where(master), damage, name)
 
 
 async def test_a_segment_is_killed_and_another_one_comes() -> None:

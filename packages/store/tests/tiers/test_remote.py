@@ -117,20 +117,6 @@ async def test_a_server_killed_in_the_middle_of_a_get() -> None:
             assert not memory.index.slabs.used_bytes
 
 
-async def test_a_server_that_is_not_there_yet() -> None:
-    async with BlockStore.open(["memory:64KiB"]) as own:
-        async with StoreServer(own, "127.0.0.1:0") as server:
-            port = server.address.port
-        where = f"kvwire://127.0.0.1:{port}"
-        async with BlockStore.open([where]) as store:
-            put = await store.put(chain(1), Filled(seed=1).cache, [0])
-            assert where in put.missing["kv", 0]
-            async with StoreServer(own, f"127.0.0.1:{port}"):
-                await until(lambda: tier_of(store, RemoteTier).taking)
-                again = await store.put(chain(1), Filled(seed=1).cache, [0])
-                assert again.complete
-
-
 # --- a server that lies ---------------------------------------------------------------
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from kvwire_store.images import images_in
+from kvwire_store.images import images_in, views_of
 from kvwire_store.keys import Keys, as_keys
 from kvwire_store.namespace import ABSENT, UNKNOWN
 from kvwire_store.tiers.base import Batch, BlockResult, BlockResults
+from kvwire_store.tiers.object_format import HEAD_BYTES
 from packages.store.tests.contract import NAMESPACE
 from packages.store.tests.tiers.services import Played, Remembering
 from tests.support.pairs import until
@@ -111,20 +113,51 @@ async def test_every_block_of_a_large_find_is_found() -> None:
     await tier.close()
 
 
-async def test_a_value_that_is_no_block_is_damaged_and_goes() -> None:
+def flipped(value: bytes, at: int) -> bytes:
+    raw = bytearray(value)
+    raw[at] ^= 1
+    return bytes(raw)
+
+
+# What is there in the place of a block's value, beside the value of another block.
+DAMAGES: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "empty": lambda *_: b"",
+    "half a head": lambda value, _: value[: HEAD_BYTES // 2],
+    "only a head": lambda value, _: value[:HEAD_BYTES],
+    "cut": lambda value, _: value[:-1],
+    "magic": lambda value, _: flipped(value, 0),
+    "order": lambda value, _: flipped(value, 9),
+    "key": lambda value, _: flipped(value, HEAD_BYTES - 40),
+    "sum": lambda value, _: flipped(value, HEAD_BYTES - 1),
+    "first byte": lambda value, _: flipped(value, HEAD_BYTES),
+    "last byte": lambda value, _: flipped(value, -1),
+    "another block": lambda _, other: other,
+}
+# These show in its head.
+NOT_FOUND = {"empty", "half a head", "magic", "order", "key", "sum", "another block"}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+async def test_a_value_that_is_no_block_is_damaged_until_it_is_written_again(
+    damage: str,
+) -> None:
+    """In each service of values: their tiers share what reads a value."""
     service = Played()
     tier = await service.open()
-    await tier.write(NAMESPACE, batch())
-    first, second, third, _ = KEYS.tolist()
-    tier.service.values[first] = tier.service.values[second]
-    tier.service.values[third] = tier.service.values[third][:-1]
-    results = await tier.read(NAMESPACE, batch(fill=7))
-    assert results.tolist() == [
-        *(BlockResult.DAMAGED, BlockResult.LANDED),
-        *(BlockResult.DAMAGED, BlockResult.LANDED),
-    ]
-    assert set(tier.service.values) == {KEYS[1], KEYS[3]}
-    assert tier.stats().damaged_blocks == 2
+    await tier.write(NAMESPACE, batch(fill=7))
+    first, second, *_ = KEYS.tolist()
+    values = service.values
+    values[first] = DAMAGES[damage](values[first], values[second])
+    found = (await tier.find(KEYS) == 1).tolist()
+    assert found == [damage not in NOT_FOUND, True, True, True]
+    asked = batch()
+    results = await tier.read(NAMESPACE, asked)
+    assert results.tolist() == [BlockResult.DAMAGED, *[BlockResult.LANDED] * 3]
+    assert all((np.array(view) == 7).all() for view in views_of(asked.images)[1:])
+    assert set(values) == {*KEYS.tolist()} - {first}
+    assert tier.stats().damaged_blocks == 1
+    await tier.write(NAMESPACE, batch(fill=7))
+    assert (await tier.read(NAMESPACE, batch()) == BlockResult.LANDED).all()
     await tier.close()
 
 
