@@ -121,11 +121,12 @@ ENDINGS: list[Any] = []
 ANY = ("unpublished", "missing", "unreachable")
 
 
-def ending(*reasons: str) -> Callable[[Way], Way]:
+def ending(*reasons: str, load_timeout_s: float = 0.4) -> Callable[[Way], Way]:
     """Have the decorated way to lose a prompt tried; one of the reasons is counted."""
 
     def add(way: Way) -> Way:
-        ENDINGS.append(pytest.param(way, reasons, id=way.__name__))
+        param = pytest.param(way, reasons, load_timeout_s, id=way.__name__)
+        ENDINGS.append(param)
         return way
 
     return add
@@ -151,7 +152,7 @@ def nobody_publishes(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     steps.ask(d, p, cached=cached)
 
 
-@ending("unpublished")
+@ending("unpublished", load_timeout_s=600)
 def it_was_fetched_before(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     """Prefill has answered where it was: nobody waits for long."""
     steps.give(p)
@@ -213,13 +214,18 @@ def decode_ends_it(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
 
 
 @CACHED
-@pytest.mark.parametrize(("way", "reasons"), ENDINGS)
+@pytest.mark.parametrize(("way", "reasons", "load_timeout_s"), ENDINGS)
 def test_what_does_not_arrive_is_missing_for_a_reason(
-    way: Way, reasons: tuple[str, ...], cached: int, monkeypatch: pytest.MonkeyPatch
+    *,
+    way: Way,
+    reasons: tuple[str, ...],
+    load_timeout_s: float,
+    cached: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without what was here, since vLLM ends each request that uses such a block."""
     monkeypatch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
-    with steps.workers(load_timeout_s=0.4, lease_s=0.3) as (p, d):
+    with steps.workers(load_timeout_s=load_timeout_s, lease_s=0.3) as (p, d):
         way(p, d, cached)
         assert eventually(lambda: steps.received(d))
         errors, observed = d.side.take_errors(), d.side.take_observed()
