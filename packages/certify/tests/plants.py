@@ -65,8 +65,8 @@ async def writes_after_timeout(_: Toy, get: Usual, *given: Any) -> Any:
     *what, timeout_s = given
     work = asyncio.ensure_future(get(*what, None))
     KEPT.append(work)
-    done, _ = await asyncio.wait([work], timeout=timeout_s)
-    if not done:
+    await asyncio.wait([work], timeout=timeout_s)
+    if not work.done():
         raise TimeoutError
     return work.result()
 
@@ -240,13 +240,19 @@ async def hangs(_: Toy, get: Usual, *given: Any) -> bool:
 @planted("get", Direct)
 async def blocks(_: Toy, get: Usual, *given: Any) -> Any:
     """The same, in a call that stops the loop."""
-    return await get(*given) or time.sleep(60)  # noqa: ASYNC251 - it is the mistake
+    landed = await get(*given)
+    if not landed:
+        time.sleep(60)  # noqa: ASYNC251 - it is the mistake
+    return landed
 
 
 @planted("get", Direct)
 async def crashes(_: Toy, get: Usual, *given: Any) -> Any:
     """A get by a reference that has ended takes its process with it."""
-    return await get(*given) or os.kill(os.getpid(), signal.SIGSEGV)
+    landed = await get(*given)
+    if not landed:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return landed
 
 
 @planted("withdraw")
