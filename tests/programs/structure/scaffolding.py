@@ -18,8 +18,8 @@ from tests.support.tree import Source
 # many of a hundred of their lines. It falls with each test that needs no helper.
 AROUND_MAX: Final = 50
 CEILINGS: Final[dict[str, int]] = {
-    "packages/certify/tests": 61,
-    "packages/engines/tests": 62,
+    "packages/certify/tests": 60,
+    "packages/engines/tests": 60,
     "packages/vllm/tests": 59,
     "tests": 52,
     "tests/backend": 52,
@@ -34,7 +34,7 @@ CEILINGS: Final[dict[str, int]] = {
     "tests/support": 94,
     "tests/wire": 64,
 }
-CLASSES_MAX: Final = 518
+CLASSES_MAX: Final = 481
 
 
 @dataclass(slots=True)
