@@ -530,7 +530,8 @@ class Peer(Closing):
         level = logging.INFO
         # Retrying does not help with a wrong key, so a warning is logged once.
         if isinstance(error, AuthenticationFailed):
-            key, text = "" if record is None else record.key, str(error)
+            key = "" if record is None else record.key
+            text = str(error)
             if self._warnings.get(key) != text:
                 level = logging.WARNING
                 self._warnings[key] = text  # bounded: the members
