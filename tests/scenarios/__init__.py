@@ -4,7 +4,7 @@ The tests here run over ``inproc`` in virtual time, and over TCP. Reports are is
 pull requests of the projects on GitHub. (Scenario R11 is not goal R11 of
 docs/topics/reliability.md.)
 
-``tests/transfers`` and ``tests/fault``:
+``tests/transfers``, ``tests/fault`` and ``tests/kv``:
 * R01 receiver aborts while a write is in flight (SGLang #35049), ``test_machine``
 * R02 one of several consumers fails while the others run (vLLM #56104),
   ``test_outgoing``
@@ -18,6 +18,8 @@ docs/topics/reliability.md.)
 * R10 peer dies during a transfer (vLLM #28120), ``test_kill``
 * R14 abort with both a receive and a send pending (vLLM #56089), ``test_machine``
 * R15 peer is silent after an abort (vLLM #46283), ``test_machine``
+* R28 some requests of a batch lose their KV (vLLM #12285), ``test_prefill_plan``
+* R29 failed blocks are shared by two requests (vLLM #49250), ``test_prefill_plan``
 
 ``test_peers.py``:
 * R11 peer restarts on the same address (vLLM #50047)
@@ -42,8 +44,6 @@ docs/topics/reliability.md.)
 * R45 a layer fails and the last one succeeds (vllm-ascend #8740)
 
 ``test_partial.py``:
-* R28 some requests of a batch lose their KV (vLLM #12285)
-* R29 failed blocks are shared by two requests (vLLM #49250)
 * R30 a failure wakes an idle engine
 * R31 block ids of two cache groups collide (vLLM #54733)
 * R32 clocks differ between hosts

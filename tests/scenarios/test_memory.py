@@ -13,7 +13,7 @@ import kvwire
 from kvwire.limits import LANDED_BOXES_MAX, MIB
 from tests.scenarios.world import DEST, World, held, scenario
 from tests.support import inside
-from tests.support.caches import BLOCKS, LARGE, SPEC, Memory, same
+from tests.support.caches import LARGE, SPEC, Memory, same
 
 SLOT = kvwire.KVSpec(layers=1, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32")
 
@@ -81,12 +81,6 @@ async def test_r19_a_stalled_writer_keeps_the_blocks_and_nothing_else(w: World) 
     assert not w.d.quarantined_bytes
     w.d.publish("u", w.target.cache, [0]).abort()
     out.abort()
-
-
-def test_r46_layers_that_share_memory_are_refused() -> None:
-    tensor = np.zeros((BLOCKS, 2, 4, 2, 16), np.float32)
-    with pytest.raises(kvwire.UsageError, match="layer 0 component 0 and layer 1"):
-        kvwire.PagedCache(SPEC, [tensor] * SPEC.layers)
 
 
 @scenario()

@@ -1,4 +1,4 @@
-"""R28 to R32: part of it is lost; who learns that, by which name, and computes it."""
+"""R30 to R32: part of it is lost, and who learns that by which name."""
 
 from __future__ import annotations
 
@@ -12,63 +12,6 @@ from kvwire.engine.io_thread import called
 from tests.scenarios.world import World, scenario
 from tests.support import inside
 from tests.support.caches import SPEC, Memory, same
-
-BLOCK_TOKENS = SPEC.block_tokens
-
-
-def request(id: str, blocks: list[int]) -> kvwire.PrefillRequest[str]:
-    return kvwire.PrefillRequest(
-        id=id,
-        num_tokens=len(blocks) * BLOCK_TOKENS,
-        blocks=blocks,
-        block_tokens=BLOCK_TOKENS,
-    )
-
-
-@scenario()
-async def test_r28_some_requests_of_a_batch_have_lost_their_kv(w: World) -> None:
-    batch = {"a": [10, 11, 12], "b": [13, 14, 15], "c": [16, 17, 18]}
-    sources = {"a": [1, 2, 3], "b": [4, 5, 6], "c": [7, 8, 9]}
-    incoming = {}
-    for name, blocks in batch.items():
-        out = w.p.publish(name, w.source.cache, sources[name])
-        incoming[name] = w.pull_side.pull(name, w.target.cache, blocks)
-        # Of b the second block was lost.
-        marked = [0, 2] if name == "b" else [0, 1, 2]
-        for position in marked:
-            out.ready(blocks=position)
-        out.finish(partial=True)
-    outcomes = {name: await inc for name, inc in incoming.items()}
-    assert set(outcomes["b"].missing) == {("kv", 14)}
-    assert outcomes["b"].usable_prefix == 1
-    plan = kvwire.plan_prefill(
-        [request(name, blocks) for name, blocks in batch.items()], outcomes
-    )
-    assert plan.ready == ("a", "c")
-    assert plan.prefill == {"b": ((BLOCK_TOKENS, 3 * BLOCK_TOKENS),)}
-    assert not plan.waits
-
-
-@scenario()
-async def test_r29_failed_blocks_that_two_requests_share(w: World) -> None:
-    # The prefix 10, 11 is the same memory for both; a's transfer brings it.
-    out = w.p.publish("a", w.source.cache, [1, 2, 3])
-    inc = w.pull_side.pull("a", w.target.cache, [10, 11, 12])
-    other = w.p.publish("b", w.source.cache, [4])
-    rest = w.pull_side.pull("b", w.target.cache, [13])
-    out.ready(blocks=0)
-    out.finish(partial=True)
-    other.ready()
-    other.finish()
-    outcomes = {"a": await inc, "b": await rest}
-    plan = kvwire.plan_prefill(
-        [request("a", [10, 11, 12]), request("b", [10, 11, 13])], outcomes
-    )
-    assert plan.ready == ()
-    # One owner computes the shared block, the other one goes on behind it.
-    assert plan.prefill["a"] == ((BLOCK_TOKENS, 3 * BLOCK_TOKENS),)
-    assert plan.prefill["b"] == ((2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS),)
-    assert plan.waits == {"b": "a"}
 
 
 @scenario()
