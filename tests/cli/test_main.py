@@ -147,7 +147,8 @@ def test_an_unknown_command_is_called_wrong(capsys: pytest.CaptureFixture[str]) 
     ("arguments", "said"),
     [
         ("config --nope", '"--nope"'),
-        ("doctor --peer x", "has no port"),
+        ("doctor --pid x", "--pid"),
+        ("bench ops --peer x", "has no port"),
         ("top nohost", "nohost: No such file"),
         ("trace /nope", "/nope: No such file"),
         ("keygen", "FILE"),

@@ -8,7 +8,7 @@ what is timed, so nobody takes part who has not been authenticated.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -23,8 +23,7 @@ from kvwire.config import converted
 from kvwire.limits import MIB
 
 _TAG: Final = 100
-# An offer has a grant with an address for each fragment, or a ticket with each block; a
-# doctor's report has about 20 KiB.
+# An offer has a grant with an address for each fragment, or a ticket with each block.
 _MESSAGE_BYTES_MAX: Final = 16 * MIB
 PROFILE: Final = "kvwire.bench"
 
@@ -68,7 +67,6 @@ async def attend(
     communicator: kvwire.Communicator,
     works: Sequence[Work],
     hello: object,
-    heard: Callable[[Any], None] = lambda _: None,
 ) -> None:
     """Serve connections until the communicator is closed, one round at a time.
 
@@ -76,7 +74,6 @@ async def attend(
         communicator: The communicator, which listens.
         works: What peers may ask for.
         hello: The first value that each peer gets.
-        heard: Called with each value that asks for no round.
     """
     turn = asyncio.Lock()
     show = Console(stderr=True, highlight=False, markup=False).print
@@ -88,9 +85,6 @@ async def attend(
             await line.send(hello)
             while True:
                 asked = await line.receive()
-                if "at" not in asked:
-                    heard(asked)
-                    continue
                 async with turn:
                     work = works[asked["at"]]
                     await side.round(Turn(work, bool(asked["checks"])), line)

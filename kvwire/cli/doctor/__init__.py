@@ -1,6 +1,5 @@
 """``kvwire doctor``: the transports that can run here, and the remedies for the others.
 
 A host's ``checks`` and the configuration's requirements together make an
-``examination``, which a ``screen`` shows. With a ``peer``, one doctor measures the path
-to another.
+``examination``, which a ``screen`` shows.
 """

@@ -1,8 +1,7 @@
-"""The doctor's output: a screen of 80 columns and 40 rows, and the report of a trial.
+"""The doctor's output: a screen of 80 columns and 40 rows.
 
 Good findings are shortened until the screen fits. Each warning keeps its reason and its
-remedy, however long they are. Control characters for the terminal are removed from a
-peer's text.
+remedy, however long they are. Control characters for the terminal are removed.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from rich.text import Text
 
 from kvwire.backend import Finding
 from kvwire.cli.doctor.examination import Examination, Transport
-from kvwire.cli.doctor.peer import PeerReport, Rate, Trial
-from kvwire.types import in_bytes
 
 ROWS_MAX: Final = 40
 COLUMNS_MAX: Final = 80
@@ -56,34 +53,6 @@ def host(examination: Examination, *, brief: bool = False) -> RenderableType:
         _findings(shown(examination.asked)),
         _verdict(examination),
     )
-
-
-def negotiated(trial: Trial) -> RenderableType:
-    """Return the view of one trial: the choice of transport, and the measurements."""
-    table = _table()
-    for candidate in trial.candidates:
-        if trial.asked not in ("", candidate.name):
-            continue  # ruled out by the requirement
-        mark = Text("taken", style="green") if candidate.taken else Text("refused")
-        table.add_row(mark, *map(_line, (candidate.name, candidate.reason)))
-    title = f"require {trial.asked}" if trial.asked else "what both sides choose"
-    return Group(_line(title, "bold"), table, *_measured(trial))
-
-
-def written(report: PeerReport) -> RenderableType:
-    """Return a report in full, for a file or a mail."""
-    hosts: list[RenderableType] = [Text("the side that connected", style="bold")]
-    hosts.append(host(report.here))
-    if report.there is not None:
-        title = f"the side that listened, {report.address}"
-        hosts += [Text(), _line(title, "bold"), host(report.there)]
-    trials = [part for trial in report.trials for part in (Text(), negotiated(trial))]
-    verdict = (
-        "in order"
-        if report.well
-        else "NOT in order: see the damaged or stopped parts above"
-    )
-    return Group(*hosts, *trials, Text(), Text(verdict, style="bold"))
 
 
 def _of(transport: Transport, brief: bool) -> Iterator[Finding]:
@@ -136,35 +105,6 @@ def _verdict(examination: Examination) -> Text:
     return _line(f"missing, but required by the configuration: {names}", "bold red")
 
 
-def _measured(trial: Trial) -> Iterator[RenderableType]:
-    if trial.round_trip_s is not None:
-        yield _line(f"round trip of 64 B: {trial.round_trip_s * 1e6:.0f} us (median)")
-    if trial.rates:
-        yield _rates(trial.rates)
-    for what in trial.damaged:
-        yield _line(f"damaged: {what}", "bold red")
-    if trial.rates and not trial.damaged:
-        yield _line("every byte compared: all equal", "green")
-    if trial.error:
-        yield _line(f"stopped: {trial.error}", "yellow")
-
-
-def _rates(rates: Sequence[Rate]) -> Table:
-    """Return a table with a row for each size, and a column for each direction."""
-    table = Table.grid(padding=(0, 3))
-    for name in ("fragments of", "put, to the peer", "get, from the peer"):
-        table.add_column(name, justify="right")
-    table.show_header = True
-    for size in dict.fromkeys(rate.fragment_bytes for rate in rates):
-        found = {
-            r.verb: f"{r.bytes_per_s / 1e9:.3f} GB/s"
-            for r in rates
-            if r.fragment_bytes == size
-        }
-        table.add_row(in_bytes(size), found.get("put"), found.get("get"))
-    return table
-
-
 def _line(text: str, style: str = "") -> Text:
-    """Return text, perhaps a peer's, with all terminal control removed."""
+    """Return text with all terminal control removed."""
     return Text("".join(c if c.isprintable() else "?" for c in text), style)

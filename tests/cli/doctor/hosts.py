@@ -1,19 +1,13 @@
-"""Fabricated ``/proc``, ``/sys`` and ``/dev``, hosts made of them, and two doctors."""
+"""Fabricated ``/proc``, ``/sys`` and ``/dev``, and hosts made of them."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import kvwire
-from kvwire import Address, Communicator
 from kvwire.backend import Finding
 from kvwire.cli.doctor.examination import Examination, Transport
-from kvwire.cli.doctor.peer import PROFILE, PeerReport, listen
 
 _LIMITS = """\
 Limit                     Soft Limit           Hard Limit           Units
@@ -69,34 +63,3 @@ def examination(**found: Any) -> Examination:
         "asked": (),
     }
     return Examination(**well | found)
-
-
-# --- two doctors in this process: one listens, the other one measures -----------------
-
-THERE: Examination = examination(system="the other host")
-
-
-@dataclass(slots=True)
-class Ward:
-    """A doctor that listens, and whoever wants to be served by it."""
-
-    # A communicator with the doctor's profile.
-    prober: Communicator
-    # Where the first one listens.
-    address: Address
-    # The reports that it was given.
-    heard: list[PeerReport] = field(default_factory=list)
-
-
-@asynccontextmanager
-async def ward() -> AsyncIterator[Ward]:
-    """A doctor that listens, and what another one needs to reach it."""
-    async with (
-        kvwire.open(profile=PROFILE, require=("tcp",)) as there,
-        kvwire.open(profile=PROFILE, require=("tcp",)) as here,
-    ):
-        found = Ward(here, await there.listen("127.0.0.1:0"))
-        serving = asyncio.create_task(listen(there, THERE, found.heard.append))
-        yield found
-        await there.close()
-        await serving
