@@ -208,6 +208,25 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
         assert await landed(store, source, hashes) == IDS[:8]
 
 
+async def test_a_tier_that_has_written_is_noted_as_open_until_it_is_closed(
+    tmp_path: Path,
+) -> None:
+    """Or a process that is killed leaves rows that are taken at their word."""
+    source, _ = await put_before(*tiers(tmp_path / "kv"))
+    async with BlockStore.open(tiers(tmp_path / "kv")) as store:
+        for name in ("", "new"):
+            assert (await store.put(chain(4, name), source.cache, IDS[:4])).complete
+            shutil.copytree(tmp_path / "kv", tmp_path / f"killed {name}")
+    folders = ("killed ", "killed new", "kv")
+    assert [closed_in_order(tmp_path / name) for name in folders] == [1, 0, 1]
+
+
+def closed_in_order(path: Path) -> int:
+    with closing(sqlite3.connect(path / "index.sqlite")) as db:
+        (found,) = db.execute("SELECT closed FROM tier").fetchone()
+    return int(found)
+
+
 @pytest.mark.parametrize("by", ["key", "namespace"])
 async def test_what_is_being_written_is_deleted_once_it_is_there(
     tmp_path: Path, by: str
