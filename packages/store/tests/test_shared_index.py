@@ -170,16 +170,6 @@ def _column(table: Words, word: int) -> Words:
     return table[HEAD_WORDS:].reshape(-1, 3, WAYS)[:, word]
 
 
-def test_an_entry_with_another_order_is_a_miss(shared: Shared) -> None:
-    keys = names(5)
-    shared.add(keys, 0)
-    places = _column(shared.words, 1)
-    places[places != 0] ^= np.uint64(1 << 56)
-    # Of slot 0 in order 3 something is left; of nothing there is nothing.
-    assert (shared.find(keys).slots == NO_SLOT).all()
-    assert all(shared.find([key]).slots[0] == NO_SLOT for key in keys)
-
-
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("order", [len(ORDERS), 254, 255])
 def test_an_order_that_there_is_not_is_a_miss(
