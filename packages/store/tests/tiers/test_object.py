@@ -24,10 +24,7 @@ from kvwire import BackendUnavailable, UsageError
 from kvwire.aio import Upkeep
 from kvwire.extras import install_command
 from kvwire_store import BlockStore
-from kvwire_store.images import images_in
 from kvwire_store.keys import as_keys
-from kvwire_store.namespace import ABSENT
-from kvwire_store.tiers.base import Batch
 from kvwire_store.tiers.object import ObjectTier
 from kvwire_store.tiers.object_format import HEAD_BYTES, path_of
 from packages.store.tests.contract import (
@@ -127,44 +124,6 @@ async def test_a_cancelled_delete_does_not_delete_what_is_put_after_it(
     assert len(objects_in(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("by", ["find", "read"])
-@pytest.mark.parametrize("change", ["put", "delete"])
-async def test_an_answer_from_before_a_change_is_forgotten(
-    tmp_path: Path, by: str, change: str
-) -> None:
-    """What was there by an older answer would not be written by the next put."""
-    source, target = Filled(seed=1), Filled()
-    keys = as_keys([NAMESPACE.digest + chain(1)[0]])
-    if change == "delete":
-        await put_before(f"object:file://{tmp_path}", count=1)
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        tier = tier_of(store, ObjectTier)
-        requests, go, asked = Requests(tier), asyncio.Event(), asyncio.Event()
-
-        async def wait() -> None:
-            asked.set()
-            await go.wait()
-
-        requests.after = wait
-        images = images_in(np.zeros(SPEC.block_bytes, np.uint8), SPEC.block_bytes, 1)
-        batch = Batch(keys, np.zeros(1, np.uint8), images)
-        asking = asyncio.create_task(
-            tier.find(keys) if by == "find" else tier.read(NAMESPACE, batch)
-        )
-        await asked.wait()
-        requests.after = None
-        if change == "put":
-            assert (await store.put(chain(1), source.cache, [0])).complete
-        else:
-            await store.delete(chain(1), source.cache)
-        go.set()
-        await asking
-        assert bool((await tier.find(keys) != ABSENT)[0]) == (change == "put")
-        assert (await store.put(chain(1), source.cache, [0])).complete
-        await inside.tiers(store).memory.empty()
-        assert (await store.get(chain(1), target.cache, [0])).complete
-
-
 def file_of(folder: Path, one: bytes) -> Path:
     return folder / path_of(NAMESPACE.digest + one)
 
@@ -181,7 +140,6 @@ class Requests:
         self.made: list[str] = []
         self.open = self.most = 0
         self.before: Callable[[str], Awaitable[None]] | None = None
-        self.after: Callable[[], Awaitable[object]] | None = None
         tier._obstore = self
 
     async def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
@@ -193,8 +151,6 @@ class Requests:
                 await self.before(name)
             return await getattr(obstore, name)(*arguments, **keywords)
         finally:
-            if self.after is not None:
-                await self.after()
             self.open -= 1
 
     async def get_range_async(self, *arguments: Any, **keywords: Any) -> Any:
@@ -226,20 +182,6 @@ async def test_in_memory() -> None:
 
 
 # --- requests -------------------------------------------------------------------------
-
-
-async def test_what_is_known_is_not_asked_for_again(tmp_path: Path) -> None:
-    source, hashes = Filled(seed=1), chain(8)
-    keys = as_keys(NAMESPACE.digest + one for one in hashes)
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        tier = tier_of(store, ObjectTier)
-        requests = Requests(tier)
-        assert (await tier.find(keys) == ABSENT).all()
-        assert requests.made == ["get_range_async"] * 8
-        assert (await store.put(hashes, source.cache, range(8))).complete
-        assert requests.made[8:] == ["put_async"] * 8
-        assert (await tier.find(keys) != ABSENT).all()
-        assert len(requests.made) == 16
 
 
 async def test_a_large_object_is_read_by_ranges_at_once(
