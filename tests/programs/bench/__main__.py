@@ -263,7 +263,7 @@ def prefills(
     """
     from tests.programs.bench import prefills as pairs
 
-    print(pairs.measure(prompts, seed, print))
+    print(pairs.shown(pairs.measure(prompts, seed, print)))
 
 
 @app.command

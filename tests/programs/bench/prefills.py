@@ -13,11 +13,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 import transformers
@@ -41,88 +41,38 @@ _LENGTHS: Final = (10, 2000)
 _PAUSE_S: Final = 0.01
 
 
-@dataclass
-class Compared:
-    """Answers beside those of the decoding engine alone.
-
-    Attributes:
-        equal: Answers with the same tokens.
-        near_ties: Answers that part where two tokens have all but the same logit.
-        parted: The largest difference of the two tokens' logits where answers part.
-        apart: The largest difference of a logit, until answers part.
-    """
-
-    equal: int = 0
-    near_ties: int = 0
-    parted: float = 0.0
-    apart: float = 0.0
-
-    def add(self, alone: Answer, other: Answer) -> None:
-        """Compare one more answer."""
-        pairs = enumerate(zip(alone.tokens, other.tokens, strict=True))
-        parts = next((at for at, (one, two) in pairs if one != two), None)
-        seen = slice(None) if parts is None else slice(parts + 1)
-        apart = (alone.logits[seen] - other.logits[seen]).abs().max()
-        self.apart = max(self.apart, float(apart))
-        if parts is None:
-            self.equal += 1
-            return
-        both = alone.logits[parts, [alone.tokens[parts], other.tokens[parts]]]
-        gap = float(both[0] - both[1])
-        self.parted = max(self.parted, gap)
-        self.near_ties += gap < NEAR_TIE
-
-    def __str__(self) -> str:
-        return (
-            f"{self.equal} equal, {self.near_ties} near ties (up to {self.parted:.1e} "
-            f"apart); largest difference of a logit {self.apart:.1e}"
-        )
+Answer: TypeAlias = tuple[list[int], Any]
+"""Greedy tokens, and the logits of each: (tokens, vocabulary)."""
+Compared: TypeAlias = defaultdict[str, float]
+"""Answers beside those of the decoding engine alone: ``tokens`` of all prompts, and
+those ``known``, whose KV was there; ``equal`` answers, and ``near ties``, which part
+where two tokens have all but the same logit; the largest differences of the two logits
+where answers ``parted``, and of any logit until then, ``apart``."""
 
 
-@dataclass
-class Answer:
-    """Greedy tokens, and the logits of each: (tokens, vocabulary)."""
-
-    tokens: list[int]
-    logits: Any
-
-
-@dataclass
-class Found:
-    """What so many prompts gave.
-
-    Attributes:
-        prompts: How many.
-        tokens: The tokens of all prompts, and of those the ones that vLLM computed.
-        taken: With vLLM's KV.
-        batched: Four equal sequences at once.
-        deviation: The standard deviation of the last logits.
-    """
-
-    prompts: int
-    tokens: tuple[int, int]
-    taken: Compared
-    batched: Compared
-    deviation: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.prompts} prompts, {self.tokens[1]} of {self.tokens[0]} tokens "
-            f"prefilled by vLLM; logits have a standard deviation of "
-            f"{self.deviation:.1f}\n  vLLM's KV: {self.taken}\n"
-            f"  four at once: {self.batched}"
-        )
+def shown(found: dict[str, Compared]) -> str:
+    """Return the figures as lines."""
+    return "\n".join(
+        f"  {name}: {one['known']:.0f} of {one['tokens']:.0f} tokens taken; "
+        f"{one['equal']:.0f} answers equal, {one['near ties']:.0f} near ties (two "
+        f"logits up to {one['parted']:.1e} apart); largest difference of a logit "
+        f"{one['apart']:.1e}"
+        for name, one in found.items()
+    )
 
 
 def measure(
     prompts: int, seed: int, progress: Callable[[str], object] = lambda _: None
-) -> Found:
+) -> dict[str, Compared]:
     """Let vLLM prefill random prompts and transformers decode them.
 
     Args:
         prompts: How many.
         seed: Of the prompts.
         progress: Called with the figures until now, now and then.
+
+    Returns:
+        Answers with ``vLLM's KV``, and with ``four at once``.
 
     Raises:
         TimeoutError: A full block of vLLM's was not there to be taken.
@@ -159,18 +109,21 @@ async def _decoded(
     tiers: list[str],
     prefill: Engine,
     progress: Callable[[str], object],
-) -> Found:
-    found = Found(0, (0, 0), Compared(), Compared(), 0.0)
+) -> dict[str, Compared]:
+    found: dict[str, Compared] = {
+        "vLLM's KV": defaultdict(float),
+        "four at once": defaultdict(float),
+    }
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     weights = weights_name(str(folder))
     async with BlockStore.open(tiers) as store:
         kept = TransformersCaches(store, model, weights=weights, others=["vllm"])
-        for ids in prompts:
+        for number, ids in enumerate(prompts, 1):
             await asyncio.to_thread(prefill.generate, ids, 1)
             cache, known = await _taken(kept, ids, model)
             await asyncio.to_thread(_compare, found, model, ids, cache, known)
-            if found.prompts % 20 == 0:
-                progress(str(found))
+            if number % 20 == 0:
+                progress(f"{number} prompts\n{shown(found)}")
     return found
 
 
@@ -188,14 +141,31 @@ async def _taken(
             await asyncio.sleep(_PAUSE_S)
 
 
-def _compare(found: Found, model: Any, ids: list[int], cache: Any, known: int) -> None:
-    """Let a model decode a prompt with a cache, alone, and four times at once."""
+def _compare(
+    found: dict[str, Compared], model: Any, ids: list[int], cache: Any, known: int
+) -> None:
+    """Let a model decode a prompt alone, with a cache, and four times at once."""
     alone = _answer(model, ids)
-    found.taken.add(alone, _answer(model, ids[known:], cache))
-    found.batched.add(alone, _answer(model, ids, rows=4))
-    found.prompts += 1
-    found.tokens = found.tokens[0] + len(ids), found.tokens[1] + known
-    found.deviation = float(alone.logits.std())
+    others = _answer(model, ids[known:], cache), _answer(model, ids, rows=4)
+    for one, other in zip(found.values(), others, strict=True):
+        one["tokens"] += len(ids)
+        _add(one, alone, other)
+    found["vLLM's KV"]["known"] += known
+
+
+def _add(found: Compared, alone: Answer, other: Answer) -> None:
+    pairs = enumerate(zip(alone[0], other[0], strict=True))
+    parts = next((at for at, (one, two) in pairs if one != two), None)
+    seen = slice(None) if parts is None else slice(parts + 1)
+    apart = float((alone[1][seen] - other[1][seen]).abs().max())
+    found["apart"] = max(found["apart"], apart)
+    if parts is None:
+        found["equal"] += 1
+        return
+    both = alone[1][parts, [alone[0][parts], other[0][parts]]]
+    gap = float(both[0] - both[1])
+    found["parted"] = max(found["parted"], gap)
+    found["near ties"] += gap < NEAR_TIE
 
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]  # torch is not typed here
@@ -211,4 +181,4 @@ def _answer(model: Any, fresh: list[int], cache: Any = None, rows: int = 1) -> A
         steps.append(logits[0, -1])
         fresh = [int(steps[-1].argmax())]
         answer += fresh
-    return Answer(answer, torch.stack(steps))
+    return answer, torch.stack(steps)

@@ -91,10 +91,11 @@ def toy_model(path: Path, seed: int = 0) -> Path:
 def made_from(file: Path, folder: Path) -> Path:
     """Save the weights of a toy for other engines, as transformers converts them."""
     import torch
+    import tqdm  # type: ignore[import-untyped]
     import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    transformers.utils.logging.disable_progress_bar()  # it leaves a thread behind
+    tqdm.tqdm.monitor_interval = 0  # it would leave a thread behind
     fields = load_gguf_checkpoint(str(file))["config"]
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
     loaded = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
