@@ -22,11 +22,11 @@ from kvwire import PagedCache
 from kvwire.errors import UsageError, shown
 from kvwire.extras import needed_by
 from kvwire_engines.llamacpp.slot_file import Rows, SlotForm
-from kvwire_engines.sources import Shape, Source, vllm_sources
+from kvwire_engines.sources import Shape, Source
 from kvwire_store.conventions import Meaning, meaning_of, require_known
 from kvwire_store.weights import weights_name
 
-OTHERS: Final = ("transformers", "vllm")
+OTHERS: Final = ("transformers", "mlx")
 """The engines whose KV llama.cpp has been tested with."""
 # ``ggml_type`` of a slot's rows: by which of the other engine's elements they are made.
 _ELEMENTS: Final[Mapping[int, tuple[str, ...]]] = {
@@ -114,16 +114,16 @@ class OtherEngines:
         ):
             raise UsageError(f"{where}: slots of another form: {form.name}")
         weights = weights_name(str(self._folder))
-        found = []
-        for engine in self.engines:
-            named = meaning.named(weights, engine)
-            sources = [Source(named, 16)]
-            if engine == "vllm":
-                sources = vllm_sources(named)
-            for dtype in _ELEMENTS[form.key[0]]:
-                shape = Shape(form.layers, heads, width, dtype)
-                found += [_blocks_of(source, shape, form) for source in sources]
-        return found
+        # The block size that their caches have if a program names no other.
+        return [
+            _blocks_of(
+                Source(meaning.named(weights, engine), 16),
+                Shape(form.layers, heads, width, dtype),
+                form,
+            )
+            for dtype in _ELEMENTS[form.key[0]]
+            for engine in self.engines
+        ]
 
 
 def _blocks_of(source: Source, shape: Shape, form: SlotForm) -> Blocks:
