@@ -36,6 +36,7 @@ with warnings.catch_warnings():
     )
     from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
     from lmcache.v1.platform.event_notifier import consume_fd
+    from transformers.utils import logging as logging_of_transformers
 
 CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
 SHAPE = torch.Size((2, 4, 16, 8))
@@ -187,6 +188,7 @@ def test_a_listener_that_raises_keeps_nobody_waiting(made: Any) -> None:
 
 def test_an_engine_goes_on_with_what_lmcache_has_stored(tmp_path: Path) -> None:
     """vLLM and LMCache's server, both on CPUs, are killed; others go on."""
+    logging_of_transformers.disable_progress_bar()  # it would leave a thread behind
     model = make_model("gqa", tmp_path)
     store = StoreServer(tmp_path)
     plugin = {
@@ -202,9 +204,11 @@ def test_an_engine_goes_on_with_what_lmcache_has_stored(tmp_path: Path) -> None:
         command = [sys.executable, "-m", "lmcache.cli.main", "server"]
         command += ["--port", str(port), "--http-port", str(free_port())]
         command += ["--supported-transfer-mode", "auto", "--chunk-size", "128"]
+        # Metrics need a package of their own.
+        command += ["--disable-metrics"]
         command += ["--l1-size-gb", "1", "--eviction-policy", "LRU"]
         command += ["--l2-adapter", json.dumps(plugin)]
-        cache = Process(command, log, "")
+        cache = Process(command, log, "", {"LMCACHE_TRACK_USAGE": "false"})
         connector = {
             "kv_connector": "LMCacheMPConnector",
             "kv_connector_module_path": CONNECTOR,
@@ -213,7 +217,8 @@ def test_an_engine_goes_on_with_what_lmcache_has_stored(tmp_path: Path) -> None:
         one = engine(model, tmp_path, name, 0, {}, alone=connector)
         try:
             cache.start()
-            assert eventually(lambda: "server is running..." in log.read_text())
+            up = eventually(lambda: "server is running..." in log.read_text())
+            assert up, cache.tail()
             one.start()
             one.wait()
             answer = tokens_of(one.generate(prompt(1000, seed=3)))
