@@ -65,7 +65,7 @@ class OtherEngines:
         engines: The engines.
 
     Raises:
-        UsageError: An engine is not known.
+        UsageError: An engine is not known, or the folder has no model.
     """
 
     def __init__(self, engines: Sequence[str], folder: str | Path) -> None:
@@ -77,6 +77,11 @@ class OtherEngines:
                 )
         self.engines: tuple[str, ...] = tuple(engines)
         self._folder = Path(folder)
+        if engines and not (self._folder / "config.json").is_file():
+            raise UsageError(
+                f"made_from={shown(str(folder))}: no config.json is there; pass the "
+                "folder of Hugging Face's files that the GGUF was made from"
+            )
         # bounded: the models that one server loads
         self._known: dict[tuple[str, str], list[Blocks]] = {}
 

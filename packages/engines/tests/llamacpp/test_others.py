@@ -147,3 +147,17 @@ async def test_a_pair_that_is_not_known_is_refused(
                 store, server.url, server.folder, others=others, made_from=other
             ) as sessions:
                 await sessions.get(0, prompt_of(0, 64))
+
+
+async def test_a_folder_has_to_be_named_and_nothing_else(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Weights with a name of their own may be others than those of the folder."""
+    at = ("http://127.0.0.1:1", tmp_path)
+    async with BlockStore.open(["memory:1MiB"]) as store:
+        with pytest.raises(UsageError, match=r"made_from=.* no config.json"):
+            LlamaCppSessions(store, *at, others=["mlx"], made_from=tmp_path)
+        with pytest.raises(UsageError, match="leave one of the two out"):
+            LlamaCppSessions(
+                store, *at, others=["mlx"], made_from=folder, weights="mine"
+            )
