@@ -41,7 +41,7 @@ _SAFETENSORS: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _SAMPLES: Final = 16
 
 
-class Blocks(NamedTuple):
+class SlotBlocks(NamedTuple):
     """Blocks that a slot may be restored from.
 
     Attributes:
@@ -83,9 +83,9 @@ class OtherEngines:
                 "folder of Hugging Face's files that the GGUF was made from"
             )
         # bounded: the models that one server loads
-        self._known: dict[tuple[str, str], list[Blocks]] = {}
+        self._known: dict[tuple[str, str], list[SlotBlocks]] = {}
 
-    def blocks(self, file: str, form: SlotForm) -> list[Blocks]:
+    def blocks(self, file: str, form: SlotForm) -> list[SlotBlocks]:
         """Return where blocks for slots of this form may be; it reads the files.
 
         Args:
@@ -101,7 +101,7 @@ class OtherEngines:
             self._known[key] = self._blocks(Path(file), form)
         return self._known[key]
 
-    def _blocks(self, file: Path, form: SlotForm) -> list[Blocks]:
+    def _blocks(self, file: Path, form: SlotForm) -> list[SlotBlocks]:
         where = f"KV of {', '.join(self.engines)} in llama.cpp"
         meaning, heads, width = _compared(where, file, self._folder)
         for engine in self.engines:
@@ -131,12 +131,12 @@ class OtherEngines:
         ]
 
 
-def _blocks_of(source: Source, shape: Shape, form: SlotForm) -> Blocks:
+def _blocks_of(source: Source, shape: Shape, form: SlotForm) -> SlotBlocks:
     def landing(count: int) -> tuple[PagedCache, Callable[[], Rows]]:
         landed = source.landing(shape, count)
         return landed.paged, lambda: slot_rows(landed.rows(), form)
 
-    return Blocks(source.block_tokens, landing)
+    return SlotBlocks(source.block_tokens, landing)
 
 
 def slot_rows(pairs: Sequence[tuple[Any, Any]], form: SlotForm) -> Rows:

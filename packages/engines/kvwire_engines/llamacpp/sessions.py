@@ -35,7 +35,7 @@ from kvwire.errors import KVWireError, UsageError, error_text, shown
 from kvwire.extras import needed_by
 from kvwire.kv.hashing import HashScheme
 from kvwire.kv.layout import AxisOrder
-from kvwire_engines.llamacpp.others import Blocks, OtherEngines
+from kvwire_engines.llamacpp.others import OtherEngines, SlotBlocks
 from kvwire_engines.llamacpp.slot_file import (
     Rows,
     SlotFile,
@@ -269,7 +269,9 @@ class LlamaCppSessions:
             return 0
         before = identity or await self.identity(headers)
         name, form = await self._form(slot, before, headers)
-        kinds = [Blocks(BLOCK_TOKENS, lambda count: self._landing(name, form, count))]
+        kinds = [
+            SlotBlocks(BLOCK_TOKENS, lambda count: self._landing(name, form, count))
+        ]
         if self._others.engines and not before.adapters:
             path = before.props[0]
             kinds += await asyncio.to_thread(self._others.blocks, path, form)
@@ -326,7 +328,7 @@ class LlamaCppSessions:
         return outcome.usable_tokens
 
     async def _longest(
-        self, kinds: Sequence[Blocks], ids: TokenIds, form: SlotForm, more_than: int
+        self, kinds: Sequence[SlotBlocks], ids: TokenIds, form: SlotForm, more_than: int
     ) -> SlotFile | None:
         """Return the longest stored beginning, the first of several as long."""
         chains = {
