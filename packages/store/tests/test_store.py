@@ -52,7 +52,7 @@ def _missing(library: str) -> bool:
     return False
 
 
-LIBRARIES = {"object": "obstore", "redis": "redis", "mooncake": "mooncake.store"}
+LIBRARIES = {"object": "obstore", "redis": "redis"}
 MISSING = {scheme for scheme, library in LIBRARIES.items() if _missing(library)}
 
 
@@ -431,11 +431,6 @@ async def test_every_close_waits_for_the_end() -> None:
         (["kvwire://127.0.0.1:1?size=1GiB"], "unknown option 'size'"),
         (["kvwire://127.0.0.1:1?psk_file=/nowhere"], "nowhere"),
         (["kvwire://10.0.0.1:1"], "keygen"),
-        (["mooncake:127.0.0.1:6379"], "mooncake://MASTER:PORT"),
-        (["mooncake://127.0.0.1:port"], "mooncake://MASTER:PORT"),
-        (["mooncake://127.0.0.1:1?size=1GiB"], "unknown option 'size'"),
-        (["mooncake://127.0.0.1:1?codec=zstd-planes"], "takes no codec"),
-        (["mooncake://127.0.0.1:1?timeout=0"], "timeout"),
     ],
 )
 async def test_a_wrong_tier_is_refused(tiers: list[str], said: str) -> None:

@@ -117,7 +117,6 @@ def _defined(tree: ast.Module) -> Iterator[str]:
 _TIERS = (
     "coded",
     "disk",
-    "mooncake",
     "object",
     "redis",
     "remote",

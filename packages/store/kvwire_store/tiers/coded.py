@@ -49,9 +49,7 @@ _NOT_CODED: Final[Mapping[str, str]] = {
     "memory": "its blocks are copied directly to caches; use the codec in a tier below "
     "it, which may be in memory: disk:/dev/shm/DIRECTORY?size=SIZE&codec=NAME",
     "kvwire": "set it for the server's own tiers: kvwire store serve",
-    **dict.fromkeys(
-        (*REDIS, "mooncake"), "its values are images; use a codec in disk or object"
-    ),
+    **dict.fromkeys(REDIS, "its values are images; use a codec in disk or object"),
 }
 
 

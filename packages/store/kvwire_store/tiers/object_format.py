@@ -68,29 +68,19 @@ def path_of(key: Key) -> str:
     return f"{key[:DIGEST_BYTES].hex()}/{key[DIGEST_BYTES:].hex()}"
 
 
-def stage(batch: Batch, memory: npt.NDArray[np.uint8]) -> list[int]:
-    """Write the objects of a batch one after the other. On a thread.
-
-    Returns:
-        The begin of each object, and the end of the last one.
-    """
+def packed(batch: Batch) -> list[npt.NDArray[np.uint8]]:
+    """Return the objects of a batch as bytes. On a thread."""
     lengths = batch.images.lengths
     ends = (lengths.astype(np.int64) + HEAD_BYTES).cumsum().tolist()
-    begins = [0, *ends]
-    rows = [memory[a:b].data for a, b in itertools.pairwise(begins)]
+    memory = np.empty(batch.images.nbytes + HEAD_BYTES * batch.keys.size, np.uint8)
+    found = [memory[a:b] for a, b in itertools.pairwise([0, *ends])]
+    rows = [one.data for one in found]
     copy(batch.images, _behind_heads(rows, lengths))
     columns = (batch.keys, batch.orders, lengths, image_sums(batch.images))
     listed = (column.tolist() for column in columns)
     for row, *fields in zip(rows, *listed, strict=True):
         row[:HEAD_BYTES] = ObjectHead(*fields).to_bytes()
-    return begins
-
-
-def packed(batch: Batch) -> list[npt.NDArray[np.uint8]]:
-    """Return the objects of a batch as bytes. On a thread."""
-    total = batch.images.nbytes + HEAD_BYTES * batch.keys.size
-    memory = np.empty(total, np.uint8)
-    return [memory[a:b] for a, b in itertools.pairwise(stage(batch, memory))]
+    return found
 
 
 def read_objects(batch: Batch, raws: list[memoryview]) -> BlockResults:

@@ -17,7 +17,7 @@ from kvwire_store.tiers.object import ObjectTier
 from kvwire_store.tiers.remote import RemoteTier
 from kvwire_store.tiers.sharded import ShardedTier
 
-ELSEWHERE: Final = frozenset({"kvwire", "object", "mooncake", *REDIS})
+ELSEWHERE: Final = frozenset({"kvwire", "object", *REDIS})
 """Kinds that may be the only tier, because other processes have their blocks too."""
 GROUP: Final = "kvwire_store.tiers"
 """The entry-point group for kinds from other distributions; names are schemes."""
@@ -38,17 +38,10 @@ async def _open_redis(address: TierAddress) -> Tier:
     return await RedisTier.open(address)
 
 
-async def _open_mooncake(address: TierAddress) -> Tier:
-    from kvwire_store.tiers.mooncake import MooncakeTier  # noqa: PLC0415 - an extra
-
-    return await MooncakeTier.open(address)
-
-
 # Kinds whose blocks another program keeps: that program limits tenants, not this store.
 _KINDS: Final[dict[str, Callable[[TierAddress], Awaitable[Tier]]]] = {
     "kvwire": _open_kvwire,
     "object": ObjectTier.open,
-    "mooncake": _open_mooncake,
     **dict.fromkeys(REDIS, _open_redis),
 }
 

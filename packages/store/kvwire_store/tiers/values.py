@@ -1,4 +1,4 @@
-"""Tiers in services that keep values under names: object stores, Redis, Mooncake.
+"""Tiers in services that keep values under names: object stores and Redis.
 
 :class:`ValueIO` moves values; the services differ only in this. :class:`KeyValueTier`
 is the same for all of them: the format of a value, which blocks are known to exist or

@@ -6,7 +6,7 @@ One of your own does too if ``TIER=mine:place`` names it in the environment.
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from kvwire_certify.tiers import TierRig, checks_with, opener
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store.tiers.object_format import path_of
 from packages.store.tests.tiers.services import Played
-from tests.support.servers import Server, free_port, mooncake_store, redis_server
+from tests.support.servers import Server, free_port, redis_server
 
 # Its threads start with the first request of a process, and stay.
 obstore.put(obstore.store.MemoryStore(), "first", b"")
@@ -33,7 +33,6 @@ OWN = os.environ.get("TIER", "")
 Rig = Callable[[Path], AbstractAsyncContextManager[TierRig]]
 KINDS: dict[str, Rig] = {}
 CASES: list[Any] = []
-RUNNING: dict[str, Server] = {}
 
 
 def kind(name: str, *can: str) -> Callable[[Rig], Rig]:
@@ -115,23 +114,6 @@ async def gone(server: Server) -> AsyncIterator[None]:
         server.start()
 
 
-@pytest.fixture(scope="module")
-def name(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The name of a kind; a server that stays in the process is started once."""
-    if request.param != "mooncake":
-        yield request.param
-        return
-    with mooncake_store() as RUNNING["mooncake"]:
-        yield request.param
-
-
-@kind("mooncake")
-@asynccontextmanager
-async def _(folder: Path) -> AsyncIterator[TierRig]:
-    port = RUNNING["mooncake"].port
-    yield TierRig(opener(f"mooncake://127.0.0.1:{port}?buffer=20MiB"))
-
-
 class Served:
     """A store that is served on a port, now and then."""
 
@@ -199,7 +181,7 @@ if OWN:
         yield TierRig(opener(OWN))
 
 
-@pytest.mark.parametrize(("name", "check"), CASES, indirect=["name"])
+@pytest.mark.parametrize(("name", "check"), CASES)
 async def test_tier(name: str, check: Check, tmp_path: Path) -> None:
     async with KINDS[name](tmp_path) as rig:
         result = await run_one(lambda: rig, check)
