@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -173,17 +175,30 @@ def nats_server(*options: str, jetstream: bool = True) -> Iterator[Server]:
 def nats_cluster(servers: int = 3) -> Iterator[list[Server]]:
     """Servers of NATS with JetStream that keep what they have in one cluster."""
     ports = [free_port() for _ in range(servers)]
+    monitors = [free_port() for _ in ports]
     routes = ",".join(f"nats://127.0.0.1:{port}" for port in ports)
     with contextlib.ExitStack() as stack:
-        yield [
+        started = [
             stack.enter_context(
                 nats_server(
                     *("--server_name", f"n{port}", "--cluster_name", "c"),
                     *("--cluster", f"nats://127.0.0.1:{port}", "--routes", routes),
+                    *("-m", str(monitor)),
                 )
             )
-            for port in ports
+            for port, monitor in zip(ports, monitors, strict=True)
         ]
+        # A server is ready before the cluster has a leader.
+        eventually(lambda: all(map(_is_healthy, monitors)))
+        yield started
+
+
+def _is_healthy(monitor: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", monitor, timeout=PATIENCE_S)
+    with contextlib.closing(connection), contextlib.suppress(OSError):
+        connection.request("GET", "/healthz")
+        return connection.getresponse().status == HTTPStatus.OK
+    return False
 
 
 @contextlib.contextmanager
