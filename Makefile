@@ -209,7 +209,7 @@ test-llamacpp: $(STAMP)
 	$(BIN)/python -m pytest tests/programs/bench/test_sessions.py \
 	  packages/certify/tests/test_targets.py -k 'sessions or llamacpp or reported or never_comes'
 
-# The adapter of LMCache, by its interface.
+# The adapter of LMCache, by its interface and with its server under vLLM.
 test-lmcache: $(VLLM_STAMP)
 	$(INSTALL) $(VLLM_VENV) --no-deps lmcache==0.5.6
 	$(VLLM_VENV)/bin/python -m pytest packages/engines/tests/test_lmcache.py $(ARGS)

@@ -1,16 +1,24 @@
-"""The L2 adapter, loaded by LMCache's factory and given objects of its own."""
+"""The L2 adapter, loaded by LMCache: its factory, and its server under an engine."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import logging
 import select
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from packages.vllm.tests.support.models import make_model
+from packages.vllm.tests.support.serving import Process, engine, prompt, tokens_of
+from packages.vllm.tests.support.store_server import StoreServer
+from tests.support.servers import free_port
+from tests.support.waiting import eventually
 
 if importlib.util.find_spec("lmcache") is None:
     pytest.skip(
@@ -28,7 +36,9 @@ with warnings.catch_warnings():
     )
     from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
     from lmcache.v1.platform.event_notifier import consume_fd
+    from transformers.utils import logging as logging_of_transformers
 
+CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
 SHAPE = torch.Size((2, 4, 16, 8))
 LAYOUT = {0: MemoryLayoutDesc([SHAPE], [torch.bfloat16])}
 KEYS = [ObjectKey(bytes([number]) * 32, "m", 0) for number in range(4)]
@@ -174,3 +184,53 @@ def test_a_listener_that_raises_keeps_nobody_waiting(made: Any) -> None:
     number = made.submit_load_task(KEYS[:1], [thing(0)])
     wait_for(made.get_load_event_fd())
     assert bits(made.query_load_result(number), 1) == [True]
+
+
+def test_an_engine_goes_on_with_what_lmcache_has_stored(tmp_path: Path) -> None:
+    """vLLM and LMCache's server, both on CPUs, are killed; others go on."""
+    logging_of_transformers.disable_progress_bar()  # it would leave a thread behind
+    model = make_model("gqa", tmp_path)
+    store = StoreServer(tmp_path)
+    plugin = {
+        "type": "plugin",
+        "module_path": "kvwire_engines.lmcache",
+        "class_name": "KvwireL2Adapter",
+        "adapter_params": {"tiers": ["memory:16MiB", f"kvwire://{store.address}"]},
+    }
+
+    def answered(name: str) -> tuple[list[int], float]:
+        """A prompt's answer by new servers, and how many tokens they fetched."""
+        port, log = free_port(), tmp_path / f"{name}.lmcache"
+        command = [sys.executable, "-m", "lmcache.cli.main", "server"]
+        command += ["--port", str(port), "--http-port", str(free_port())]
+        command += ["--supported-transfer-mode", "auto", "--chunk-size", "128"]
+        # Metrics need a package of their own.
+        command += ["--disable-metrics"]
+        command += ["--l1-size-gb", "1", "--eviction-policy", "LRU"]
+        command += ["--l2-adapter", json.dumps(plugin)]
+        cache = Process(command, log, "", {"LMCACHE_TRACK_USAGE": "false"})
+        connector = {
+            "kv_connector": "LMCacheMPConnector",
+            "kv_connector_module_path": CONNECTOR,
+            "kv_connector_extra_config": {"lmcache.mp.port": port},
+        }
+        one = engine(model, tmp_path, name, 0, {}, alone=connector)
+        try:
+            cache.start()
+            up = eventually(lambda: "server is running..." in log.read_text())
+            assert up, cache.tail()
+            one.start()
+            one.wait()
+            answer = tokens_of(one.generate(prompt(1000, seed=3)))
+            assert eventually(lambda: store.blocks() == 7), store.blocks()
+            return answer, one.metric("vllm:external_prefix_cache_hits_total")
+        finally:
+            one.kill()
+            cache.kill()
+
+    try:
+        first, second = answered("first"), answered("second")
+    finally:
+        store.kill()
+    assert first[0] == second[0]
+    assert (first[1], second[1]) == (0, 896)
