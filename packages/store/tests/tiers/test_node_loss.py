@@ -18,12 +18,12 @@ import pytest
 
 from kvwire import KVSpec
 from kvwire_store import BlockStore
+from kvwire_store.tiers.sharded import ShardedTier
 from packages.store.tests.server_child import serving
 from tests.support import inside
 from tests.support.caches import Filled, chain
-from tests.support.servers import (
-    redis_cluster,
-)
+from tests.support.pairs import until
+from tests.support.servers import redis_cluster
 
 SPEC = KVSpec(layers=8, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
 """Of 64 KiB a block."""
@@ -98,6 +98,8 @@ async def test_a_node_is_lost(
         BlockStore.open([where]) as store,
     ):
         (tier,) = inside.tiers(store).below
+        if isinstance(tier, ShardedTier):
+            await until(lambda: len(tier._asked()) == 4)
         for one in prompts:
             assert (await store.put(one, source.cache, blocks)).complete
         before, usual_s = await round_of(store)
