@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,10 @@ TRANSPORTS = ["tcp", "local", "ucx", "inproc", "nccl", "nixl"]
 
 
 @pytest.fixture(autouse=True)
-def _played_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def _played_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its lanes move the memory of this process, without a GPU."""
+    # Backends are loaded once for each search path.
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(kvwire_nccl, "NcclBackend", FakeBackend)
 
 
