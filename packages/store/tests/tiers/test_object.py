@@ -351,7 +351,7 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """S3 where nobody listens, with what would be its credentials."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "id")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    tier = "object:s3://bucket/kv?endpoint=http://127.0.0.1:1&region=x&timeout=1"
+    tier = "object:s3://bucket/kv?endpoint=http://127.0.0.1:1&region=x&timeout=60"
     async with BlockStore.open([tier]) as store:
         put = await store.put(chain(1), Filled(seed=1).cache, [0])
         assert "127.0.0.1:1" in put.missing["kv", 0]

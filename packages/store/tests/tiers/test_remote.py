@@ -146,7 +146,8 @@ async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
             await connection.send(messages.TAG, body)
 
     welcome = messages.Welcome(1, requests=4, berth_bytes=4096)
-    async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
+    timeout_s = 0.5 if "0.5 s" in said else 60
+    async with lying(welcome, lie, timeout_s) as where, BlockStore.open([where]) as s:
         assert await s.match(chain(2), Filled().cache) == 0
         assert said in tier_of(s, RemoteTier).error
         await until(lambda: not tier_of(s, RemoteTier).taking)
@@ -160,6 +161,7 @@ async def silent(_: kvwire.Connection) -> None:
 async def lying(
     welcome: messages.Welcome,
     lie: Callable[[kvwire.Connection], Awaitable[None]] = silent,
+    timeout_s: float = 0.5,
 ) -> AsyncIterator[str]:
     """Where one client is welcomed, and then lied to until it goes."""
     async with kvwire.open() as liar:
@@ -176,7 +178,7 @@ async def lying(
             await connection.wait_closed()
 
         serving = asyncio.create_task(serve())
-        yield f"kvwire://{address.host}:{address.port}?timeout=0.5"
+        yield f"kvwire://{address.host}:{address.port}?timeout={timeout_s}"
         await serving
 
 
@@ -209,7 +211,7 @@ async def test_a_server_that_sends_other_blocks_than_it_says(
                 await connection.send(messages.payload_tag(asked.number), images)
 
     welcome = messages.Welcome(1, berth_bytes=BERTH)
-    async with lying(welcome, lie) as where, BlockStore.open([where]) as s:
+    async with lying(welcome, lie, 60) as where, BlockStore.open([where]) as s:
         outcome = await s.get(chain(3), Filled(8, spec).cache, [5, 6, 7])
         assert not outcome.landed
         assert said in outcome.missing["kv", 7]
