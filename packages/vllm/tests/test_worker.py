@@ -121,12 +121,17 @@ ENDINGS: list[Any] = []
 ANY = ("unpublished", "missing", "unreachable")
 
 
-def ending(*reasons: str, load_timeout_s: float = 0.4) -> Callable[[Way], Way]:
-    """Have the decorated way to lose a prompt tried; one of the reasons is counted."""
+def ending(*reasons: str, patient: bool = False) -> Callable[[Way], Way]:
+    """Have the decorated way to lose a prompt tried; one of the reasons is counted.
+
+    Where engines are patient, it ends long before a load or a lease does.
+    """
 
     def add(way: Way) -> Way:
-        param = pytest.param(way, reasons, load_timeout_s, id=way.__name__)
-        ENDINGS.append(param)
+        limits = {"load_timeout_s": 600.0, "lease_s": 30.0}
+        if not patient:
+            limits = {"load_timeout_s": 0.4, "lease_s": 0.3}
+        ENDINGS.append(pytest.param(way, reasons, limits, id=way.__name__))
         return way
 
     return add
@@ -147,12 +152,12 @@ def there_are_more_stages_than_layers(
     steps.prefill(p, steps.sending(steps.FROM, 10, gone, stages))
 
 
-@ending("unpublished")
+@ending(*ANY)
 def nobody_publishes(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     steps.ask(d, p, cached=cached)
 
 
-@ending("unpublished", load_timeout_s=600)
+@ending("unpublished", patient=True)
 def it_was_fetched_before(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     """Prefill has answered where it was: nobody waits for long."""
     steps.give(p)
@@ -164,14 +169,14 @@ def it_was_fetched_before(p: fakes.Worker, d: fakes.Worker, cached: int) -> None
     steps.ask(d, p, cached=cached, computed=True)
 
 
-@ending("unpublished")
+@ending(*ANY)
 def its_lease_is_over(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     steps.give(p)
     assert steps.drained(p)
     steps.ask(d, p, cached=cached)
 
 
-@ending("unpublished")
+@ending(*ANY)
 def it_is_another_prompt(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     steps.give(p)
     step = steps.fetching(steps.addresses([p]), cached)
@@ -190,7 +195,7 @@ def prefill_preempts(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     p.side.fence(WorkerStep(fenced={"p"}))
 
 
-@ending("unpublished")
+@ending("unpublished", patient=True)
 def prefill_ends_it(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     begins(p, d, cached)
     p.side.finished(("p",))
@@ -214,18 +219,18 @@ def decode_ends_it(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
 
 
 @CACHED
-@pytest.mark.parametrize(("way", "reasons", "load_timeout_s"), ENDINGS)
+@pytest.mark.parametrize(("way", "reasons", "limits"), ENDINGS)
 def test_what_does_not_arrive_is_missing_for_a_reason(
     *,
     way: Way,
     reasons: tuple[str, ...],
-    load_timeout_s: float,
+    limits: dict[str, float],
     cached: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without what was here, since vLLM ends each request that uses such a block."""
     monkeypatch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
-    with steps.workers(load_timeout_s=load_timeout_s, lease_s=0.3) as (p, d):
+    with steps.workers(**limits) as (p, d):
         way(p, d, cached)
         assert eventually(lambda: steps.received(d))
         errors, observed = d.side.take_errors(), d.side.take_observed()
