@@ -28,6 +28,8 @@ from kvwire_store.weights import weights_name
 
 OTHERS: Final = ("transformers", "mlx")
 """The engines whose KV llama.cpp has been tested with."""
+OTHERS_TOKENS: Final = 16
+"""Tokens of a block of theirs, unless a program names another number."""
 # ``ggml_type`` of a slot's rows: by which of the other engine's elements they are made.
 _ELEMENTS: Final[Mapping[int, tuple[str, ...]]] = {
     0: ("float32",),
@@ -119,10 +121,9 @@ class OtherEngines:
         ):
             raise UsageError(f"{where}: slots of another form: {form.name}")
         weights = weights_name(str(self._folder))
-        # The block size that their caches have if a program names no other.
         return [
             _blocks_of(
-                Source(meaning.named(weights, engine), 16),
+                Source(meaning.named(weights, engine), OTHERS_TOKENS),
                 Shape(form.layers, heads, width, dtype),
                 form,
             )

@@ -35,7 +35,7 @@ from kvwire.errors import KVWireError, UsageError, error_text, shown
 from kvwire.extras import needed_by
 from kvwire.kv.hashing import HashScheme
 from kvwire.kv.layout import AxisOrder
-from kvwire_engines.llamacpp.others import OtherEngines, SlotBlocks
+from kvwire_engines.llamacpp.others import OTHERS_TOKENS, OtherEngines, SlotBlocks
 from kvwire_engines.llamacpp.slot_file import (
     Rows,
     SlotFile,
@@ -265,7 +265,8 @@ class LlamaCppSessions:
         Cancel safety: a restore that has begun is finished first.
         """
         ids = np.asarray(tokens, np.int64)
-        if ids.size - 1 <= more_than:
+        smallest = OTHERS_TOKENS if self._others.engines else BLOCK_TOKENS
+        if (ids.size - 1) // smallest * smallest <= more_than:
             return 0
         before = identity or await self.identity(headers)
         name, form = await self._form(slot, before, headers)
