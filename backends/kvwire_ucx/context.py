@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import resource
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, final
 
 from kvwire.errors import BackendUnavailable
+from kvwire.limits import KIB, MIB
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
 from kvwire_ucx.library import (
@@ -32,6 +35,9 @@ _RDMA_TRANSPORTS: Final = re.compile(r"(rc|ud|dc|srd)(_|$)|gga|efa")
 _RDMA_COMPONENTS: Final = frozenset({"ib", "mlx5", "efa", "gga"})
 
 
+# What one worker's buffers take: 20 MiB of UD's with 1.13, and RC's.
+LOCKED_BYTES_MIN: Final = 64 * MIB
+_CAP_IPC_LOCK: Final = 14
 # Of the process. Each holds queue pairs and their buffers, some MiB.
 ABANDONED_MAX: Final = 8
 # Contexts with abandoned workers, which call into them for as long as the process runs.
@@ -89,10 +95,14 @@ class Context:
 
         Raises:
             BackendUnavailable: No RDMA port is up, where UCX may end the process when
-                it sends; or too many workers were abandoned.
+                it sends; the process may lock too little memory, where 1.13 tries to
+                register its buffers for ever; or too many workers were abandoned.
         """
-        devices = [resource.device for resource in self.rdma]
+        devices = [one.device for one in self.rdma]
         why = no_port_up({device: port_state(device) for device in devices})
+        if devices and not why:
+            limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            why = too_little_to_lock(limit, Path("/proc/self/status").read_text())
         if why:
             raise BackendUnavailable(f"UCX: {why}")
         if sum(len(one.abandoned) for one in tuple(_kept)) >= ABANDONED_MAX:
@@ -127,7 +137,7 @@ class Context:
     @property
     def rdma(self) -> tuple[Resource, ...]:
         """Return the resources that use RDMA."""
-        return tuple(resource for resource in self.resources if resource.is_rdma)
+        return tuple(one for one in self.resources if one.is_rdma)
 
     def close(self) -> None:
         """Free the context."""
@@ -155,6 +165,27 @@ def no_port_up(states: Mapping[str, str]) -> str:
         return ""
     found = ", ".join(f"{device} is {state}" for device, state in states.items())
     return f"no RDMA port is up: {found}"
+
+
+def too_little_to_lock(limit: int, status: str) -> str:
+    """Return what is wrong if RDMA may not lock the buffers of one more worker.
+
+    Args:
+        limit: The process's soft ``RLIMIT_MEMLOCK``.
+        status: Its ``/proc/self/status``.
+    """
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    unlimited = int(fields.get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1
+    if limit == resource.RLIM_INFINITY or unlimited:
+        return ""
+    pinned = int(fields.get("VmPin", "0 kB").split()[0]) * KIB
+    if limit - pinned >= LOCKED_BYTES_MIN:
+        return ""
+    return (
+        f"RDMA locks memory, and this process may lock {limit // KIB} KiB, of which "
+        f"{pinned // KIB} KiB are in use; UCX needs {LOCKED_BYTES_MIN // MIB} MiB for "
+        "each lane: raise `ulimit -l`, best to unlimited"
+    )
 
 
 def printed(function: Callable[[int, int], None], handle: int) -> str:

@@ -13,6 +13,7 @@ about 50 times slower than this machine, and the limits of time are meant for th
 """
 
 import contextlib
+import importlib.util
 import os
 import queue
 import signal
@@ -24,6 +25,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 GUEST = Path(__file__).with_name("guest")
 PYTHON = sys.executable
@@ -181,6 +184,26 @@ class Host:
 def let_pass(seconds: float) -> None:
     """Wait for a moment in the middle of what goes on."""
     time.sleep(seconds)
+
+
+def newer_ucx() -> str:
+    """Return a command after which a guest uses the UCX of NIXL's wheel, with verbs.
+
+    The wheel's own libibverbs finds no provider of Debian's, so in the guest Debian's
+    takes its place. Nothing outside the guest changes.
+    """
+    spec = importlib.util.find_spec("nixl_cu12")
+    if spec is None or spec.origin is None:
+        pytest.skip("windows by verbs need UCX 1.19: `make test-rdma` installs NIXL's")
+    libs = Path(spec.origin).parents[1] / "nixl_cu12.libs"
+    (ucp,) = libs.glob("libucp-*.so.*")
+    system = "/usr/lib/x86_64-linux-gnu"
+    (verbs,) = libs.glob("libibverbs-*.so.*")
+    (mlx5,) = libs.glob("libmlx5-*.so.*")
+    return (
+        f"ln -sf {system}/libibverbs.so.1 {verbs}; "
+        f"ln -sf {system}/libmlx5.so.1 {mlx5}; export LIBUCP={ucp}"
+    )
 
 
 def free_port() -> int:

@@ -62,7 +62,8 @@ def _expected(number: int, blocks: int) -> Words:
     return seed + place.reshape(SPEC.layers, blocks, 1)
 
 
-def _config(options: argparse.Namespace) -> kvwire.Config:
+def config(options: argparse.Namespace) -> kvwire.Config:
+    """Return the configuration of either end."""
     with open(
         KEY_FILE, "w", opener=lambda path, flags: os.open(path, flags, 0o600)
     ) as f:
@@ -75,6 +76,7 @@ def _config(options: argparse.Namespace) -> kvwire.Config:
         handshake_timeout_s=60.0,
         ping_interval_s=5.0,
         lease_s=options.deadline,
+        one_sided_windows="peers",
     )
 
 
@@ -97,7 +99,7 @@ async def serve(options: argparse.Namespace) -> int:
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     go_on = asyncio.Event()
     loop.add_signal_handler(signal.SIGUSR1, go_on.set)
-    async with kvwire.open(_config(options), name="owner") as comm:
+    async with kvwire.open(config(options), name="owner") as comm:
         await comm.listen(f"0.0.0.0:{PORT}")
         print("listening", flush=True)
         with contextlib.suppress(asyncio.CancelledError):
@@ -128,7 +130,7 @@ async def pull(options: argparse.Namespace) -> int:
     ends: Counter[str] = Counter()
     wrong = late = 0
     began = time.monotonic()
-    async with kvwire.open(_config(options), name="reader") as comm:
+    async with kvwire.open(config(options), name="reader") as comm:
         peer = comm.peer(f"{options.at}:{PORT}")
         for number in range(options.start, options.start + options.count):
             incoming = peer.pull(

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.rdma.hosts import PYTHON, Host
+from tests.rdma.hosts import PYTHON, Host, newer_ucx
 
 pytestmark = pytest.mark.timeout(600)
 MOVER = f"{PYTHON} -m tests.rdma.mover"
+WINDOWS = f"{PYTHON} -m tests.rdma.windows"
 BLOCKS = 128
 OUTAGE_S = 5.0
 PATIENCE_S = 600.0
@@ -115,6 +116,68 @@ def test_an_impaired_wire_changes_no_byte(
     _over_verbs(transfers)
     _nothing_wrong(summary)
     assert summary["complete"] == 1
+
+
+def test_readers_name_another_gid_or_device(hosts: tuple[Host, Host]) -> None:
+    first, second = hosts
+    with _serving(first, f"--blocks 8 --count 2 --deadline {PATIENCE_S:g}"):
+        second.run("export UCX_IB_GID_INDEX=1")  # of IPv4
+        printed = [second.run(f"{MOVER} pull --blocks 8", PATIENCE_S)]
+        second.run("unset UCX_IB_GID_INDEX; rdma link del rxe0")
+        second.run("rdma link add rxe7 type rxe netdev eth0")
+        try:
+            printed += [second.run(f"{MOVER} pull --blocks 8 --start 1", PATIENCE_S)]
+        finally:
+            second.run("rdma link del rxe7; rdma link add rxe0 type rxe netdev eth0")
+    for text, device in zip(printed, ("rxe0", "rxe7"), strict=True):
+        transfers, summary = _pulled(text)
+        _nothing_wrong(summary)
+        assert summary["complete"] == 1
+        assert f"rc_verbs/{device}:1" in transfers[0]["way"]
+
+
+def test_a_reader_that_may_lock_little_memory_uses_tcp(
+    hosts: tuple[Host, Host],
+) -> None:
+    """Root may lock any, unless it gives that up."""
+    first, second = hosts
+    with _serving(first, f"--blocks 8 --deadline {PATIENCE_S:g}"):
+        limited = "ulimit -l 8192; setpriv --bounding-set=-ipc_lock"
+        printed = second.run(f"({limited} {MOVER} pull --blocks 8)", PATIENCE_S)
+    transfers, summary = _pulled(printed)
+    _nothing_wrong(summary)
+    assert summary["complete"] == 1
+    assert "tcp: taken" in transfers[0]["way"]
+    assert "may lock 8192 KiB" in transfers[0]["way"]
+
+
+# --- windows --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("planted", [False, True], ids=["as it is", "planted"])
+def test_a_window_is_read_by_rdma(hosts: tuple[Host, Host], planted: bool) -> None:
+    """While its owner overwrites it: nothing stale or torn lands."""
+    first, second = hosts
+    for host in hosts:
+        host.run(newer_ucx())
+    options = " --plant" if planted else ""
+    first.start("owner", f"{WINDOWS} own")
+    try:
+        first.wait_for("owner", "listening")
+        printed = second.run(f"{WINDOWS} read{options}", PATIENCE_S, check=False)
+        first.wait_for("owner", "rig-status 0")
+    finally:
+        first.stop("owner", "KILL")
+        for host in hosts:
+            host.run("unset LIBUCP")
+    found = printed.partition("summary ")[2].splitlines()
+    assert found, printed
+    summary = json.loads(found[0])
+    print(summary)
+    assert "rc_verbs/rxe0:1" in summary["way"]
+    assert summary["by ucx"] == summary["landed"] + summary["missing"]
+    assert bool(summary["wrong"]) is planted
+    assert bool(summary["missing"]) is not planted
 
 
 # --- faults in the middle of a transfer -----------------------------------------------

@@ -5,13 +5,14 @@ Everything between them and the application is real.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final
 
 import pytest
 
 import kvwire
 from kvwire.aio import Upkeep
-from kvwire.backend.lane import Lane, LaneContext
+from kvwire.backend.lane import Lane, LaneContext, LaneHandler
 from kvwire.limits import KIB, MIB
 from kvwire.types import TransportReport
 from kvwire_inproc import InprocBackend
@@ -24,6 +25,13 @@ CHUNK: Final = 64 * KIB
 DATA: Final = bytes(range(256)) * (MIB // 256)
 BESIDE: Final[dict[str, Any]] = {"prefer": ("inproc", "tcp"), "chunk_bytes": CHUNK}
 ONLY: Final[dict[str, Any]] = {"require": ("inproc",), "chunk_bytes": CHUNK}
+
+
+class HangingLane(InprocLane):
+    """A lane that never opens."""
+
+    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
+        await asyncio.Event().wait()
 
 
 async def expect_moves(pair: Pair) -> None:

@@ -32,6 +32,7 @@ from tests.support.lanes import (
     DATA,
     NEVER_S,
     ONLY,
+    HangingLane,
     expect_moves,
     is_over,
     lane_pause,
@@ -67,11 +68,6 @@ class _Refusing(InprocLane):
         raise BackendUnavailable("the device has gone")
 
 
-class _Hanging(InprocLane):
-    async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
-        await asyncio.Event().wait()
-
-
 class _Buggy(InprocLane):
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:
         raise ZeroDivisionError("a bug")
@@ -83,7 +79,7 @@ class _Buggy(InprocLane):
     [
         (_Refusing, "the device has gone"),
         (_Buggy, "ZeroDivisionError"),
-        (_Hanging, "did not open within 0.05 s"),
+        (HangingLane, "did not open within 0.05 s"),
     ],
 )
 async def test_what_fails_at_first_use_falls_to_the_next(
@@ -95,7 +91,7 @@ async def test_what_fails_at_first_use_falls_to_the_next(
 ) -> None:
     """With a line in the log, and in the report of both sides."""
     use(monkeypatch, lane, role)
-    if lane is _Hanging:  # the others say at once that they cannot
+    if lane is HangingLane:  # the others say at once that they cannot
         monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", 0.05 / PATIENCE_S)
     async with connected(**BESIDE) as pair:
         assert pair.left.transport == pair.right.transport == "tcp"
@@ -116,7 +112,7 @@ async def test_the_limit_of_a_lane_follows_the_setting(
     setting: dict[str, Any], limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slow machine raises one number, and the lane's limit with it."""
-    use(monkeypatch, _Hanging, "client")
+    use(monkeypatch, HangingLane, "client")
     near: dict[str, Any] = {**setting, "handshake_timeout_s": 0.1}
     async with communicators(near, setting) as (one, other):
         address = await other.listen("127.0.0.1:0")
@@ -133,7 +129,7 @@ async def test_a_lane_that_hangs_leaves_time_for_the_next_transport(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The caller of ``connect`` has less patience than the setting."""
-    use(monkeypatch, _Hanging, "client")
+    use(monkeypatch, HangingLane, "client")
     monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", 0.01)
     near: dict[str, Any] = {**BESIDE, "handshake_timeout_s": 86_400}
     async with communicators(near, BESIDE) as (one, other):
@@ -203,7 +199,7 @@ async def test_a_connection_that_ends_while_a_lane_comes_up_is_not_that_lane_s_f
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``connect`` says at once that it was lost, and blames no transport."""
-    use(monkeypatch, _Hanging, "client")
+    use(monkeypatch, HangingLane, "client")
     async with communicators(**BESIDE) as (near, far):
         address = await far.listen("127.0.0.1:0")
         connecting = asyncio.ensure_future(near.connect(address))
@@ -458,7 +454,7 @@ async def test_the_end_of_a_connection_ends_the_setup_of_lanes(
     async with connected(**BESIDE) as pair:
         if stage == "joining":
             raise_again_after(monkeypatch, 0.0)
-            use(monkeypatch, _Hanging, "client")
+            use(monkeypatch, HangingLane, "client")
         break_lanes(pair.left)
         await until(lambda: inside.driver(pair.left).lane_setup.busy)
         if stage == "joining":

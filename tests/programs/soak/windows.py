@@ -319,7 +319,7 @@ def _end_blindly(
     end(self, status)
 
 
-def _plant(way: Way, folder: Path) -> None:
+def plant(way: Way, folder: Path) -> None:
     """Leave out the look after the bytes, in compiled loops too if one can compile."""
     if way.prefer == "local":
         for name in ("mapped_compiled", "process_compiled"):
@@ -401,7 +401,7 @@ if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in ("owner", "reader", "both"):
         _, _role, _address, _way, _seed, _path, *_planted = sys.argv
         if _planted:
-            _plant(WAYS[_way], Path(_path).parent)
+            plant(WAYS[_way], Path(_path).parent)
         uvloop.run(_live(_role, _address, WAYS[_way], int(_seed), _path))
     else:
         sys.exit(main())
