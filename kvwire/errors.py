@@ -125,7 +125,7 @@ class NotAwaited(UsageError, AttributeError):
 
 
 class BackendUnavailable(KVWireError):
-    """A transport, tier or thread cannot be had; the message has the remedy."""
+    """A transport, tier or thread is not available; the message has the remedy."""
 
 
 class _AtAddress(OSError):

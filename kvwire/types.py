@@ -215,11 +215,11 @@ class Address:
         try:
             parts = urlsplit(full)
             port = parts.port
-        except ValueError:
+        except ValueError as exc:
             host, _, number = rest.rpartition(":")
-            if ":" in host and "[" not in host:
-                exc = ValueError(f"write an IPv6 address as [{host}]:{number}")
-            raise UsageError(f"address {text!r}: {exc}") from None
+            bare = ":" in host and "[" not in host
+            why = f"write an IPv6 address as [{host}]:{number}" if bare else exc
+            raise UsageError(f"address {text!r}: {why}") from None
         if parts.path not in ("", "/") or parts.query:
             raise UsageError(f"address {text!r}: write scheme://host:port")
         if parts.scheme == "inproc":

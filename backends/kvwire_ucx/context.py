@@ -115,8 +115,8 @@ class Context:
     def reserve(self, worker: object) -> bool:
         """Return whether a worker may ask its peer; at most ABANDONED_MAX do at once.
 
-        So no more can be abandoned. A worker that was answered, or that UCX frees, has
-        to be released.
+        So no more than that can be abandoned. Release the worker when it has its answer
+        or UCX has freed it.
         """
         with _lock:
             if len(_unanswered) >= ABANDONED_MAX:

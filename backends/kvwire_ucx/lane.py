@@ -81,8 +81,8 @@ WINDOW_BYTES: Final = 4 * SPAN_BYTES
 # without one: UCX itself gives up after 30 s over UD queue pairs, and then ends the
 # process.
 GREETING_S: Final = 20.0
-# How often such a client looks whether it may send its hello, while as many others as
-# may be left without an answer wait for one.
+# How often such a client checks whether it may send its hello, while the most lanes
+# that may remain unanswered wait for an answer.
 RESERVE_S: Final = 0.05
 # How long the end of a lane waits until the peer has received the bye. A stopped peer
 # never receives it.
@@ -200,7 +200,7 @@ class UcxLane(Lane):
         self._given = True
 
     async def _reserved(self) -> None:
-        """Wait until this lane may be left without an answer, if UCX is such."""
+        """If UCX cannot free unanswered lanes, wait until one more may ask."""
         worker = self._worker
         while worker.is_fragile and self._state is _State.GREETING:
             if worker.context.reserve(worker):

@@ -73,7 +73,7 @@ class MessageArrived(msgspec.Struct, frozen=True):
 class MessageKept(msgspec.Struct, frozen=True, kw_only=True):
     """Reports the bytes of a message whose RECV ended while it arrived.
 
-    The front keeps them as those of a held message.
+    The front keeps them like the bytes of a held message.
     """
 
     buffer: BufferId

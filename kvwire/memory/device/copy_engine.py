@@ -195,10 +195,10 @@ class WatchedStream:
         self._completions = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
 
     def begin(self) -> Stream:
-        """Return the stream, for work that ``watch`` is called for.
+        """Return the stream; call ``watch`` after queueing work on it.
 
         Raises:
-            BackendUnavailable: No thread can be started that would report its end.
+            BackendUnavailable: The thread that reports its end cannot be started.
         """
         self._completions.begin()
         return self.stream

@@ -155,7 +155,7 @@ class GraphReplay(NamedTuple):
 
         Raises:
             UsageError: The model has no such layer.
-            BackendUnavailable: No thread can be started that would watch it.
+            BackendUnavailable: The thread that watches it cannot be started.
         """
         if not 0 <= layer < self.counter.layers:
             raise UsageError(

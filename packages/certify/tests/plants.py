@@ -61,7 +61,7 @@ async def writes_after_cancel(_: Toy, get: Usual, *given: Any) -> Any:
 
 @planted("get", Direct)
 async def writes_after_timeout(_: Toy, get: Usual, *given: Any) -> Any:
-    """So is that to a get whose time is over."""
+    """The answer to a get that timed out is written when it comes."""
     *what, timeout_s = given
     work = asyncio.ensure_future(get(*what, None))
     KEPT.append(work)
@@ -73,7 +73,7 @@ async def writes_after_timeout(_: Toy, get: Usual, *given: Any) -> Any:
 
 @planted("get", Direct)
 async def writes_after_death(end: Toy, get: Usual, *given: Any) -> Any:
-    """What has come from a peer that died is written after the get has failed."""
+    """A failed get still writes bytes that came before its peer died."""
     with contextlib.suppress(ConnectionError):
         if await get(*given):
             return True
@@ -275,7 +275,7 @@ async def polls_while_idle(_: Toy, connect: Usual, peer: bytes) -> None:
 
 @planted("ask")
 async def keeps_memory(_: Toy, ask: Usual, *given: Any) -> Any:
-    """What has come is kept."""
+    """Every answer is kept for ever."""
     KEPT.append(await ask(*given))
     return KEPT[-1]
 

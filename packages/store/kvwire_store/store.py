@@ -526,7 +526,7 @@ class BlockStore(StoreManagement):
         loop.call_soon(loop.call_soon, self._keep, coming, kept)
 
     def _keep(self, coming: AskedBlocks, kept: asyncio.Future[None]) -> None:
-        """Copy what a get has brought into memory, behind its caller."""
+        """Copy a get's blocks into the memory tier, after its caller went on."""
         try:
             coming.keep()
         finally:

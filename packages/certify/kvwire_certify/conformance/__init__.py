@@ -3,7 +3,8 @@
 >>> report = await check_backend("tcp")
 
 or, from a shell, ``kvwire certify backend tcp``. It needs no test
-framework; docs/howto/write-a-backend.md shows one pytest test for each check.
+framework; docs/howto/write-a-backend.md explains how to make one pytest test of each
+check.
 """
 
 from kvwire_certify.conformance.check import Check, CheckFailed, Report, Result

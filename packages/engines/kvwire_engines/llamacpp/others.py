@@ -1,10 +1,10 @@
 """KV of other engines as rows of a slot file: for a GGUF of the same weights.
 
-A GGUF has no name that its source has. So it is compared with the folder that it was
-made from: each tensor's values, by samples, and what its keys are rotated by. Then
-other engines' KV of that folder is that of the GGUF, in another order: its conversion
-has moved rows n and n + width / 2 of a head of ``q_proj`` and ``k_proj`` to 2n and
-2n + 1, and the elements of keys with them.
+Nothing in a GGUF names its source. So it is compared with the folder that it was made
+from: samples of each tensor's values, and the rotation of keys. If they are equal,
+other engines' KV for that folder fits the GGUF, in another order: the conversion has
+moved rows n and n + width / 2 of a head of ``q_proj`` and ``k_proj`` to 2n and 2n + 1,
+and the elements of keys with them.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SlotBlocks(NamedTuple):
 
     Attributes:
         block_tokens: Tokens of each.
-        landing: Returns memory for so many blocks, and what returns, once they have
-            landed, their rows.
+        landing: Returns memory for that many blocks, and a function that returns
+            their rows once they have landed.
     """
 
     block_tokens: int
@@ -57,7 +57,7 @@ class SlotBlocks(NamedTuple):
 
 
 class OtherEngines:
-    """The KV that other engines keep of the folder a GGUF was made from.
+    """KV that other engines have stored for the folder behind a GGUF.
 
     Args:
         engines: Some of :data:`OTHERS`.
@@ -88,14 +88,14 @@ class OtherEngines:
         self._known: dict[tuple[str, str], list[SlotBlocks]] = {}
 
     def blocks(self, file: str, form: SlotForm) -> list[SlotBlocks]:
-        """Return where blocks for slots of this form may be; it reads the files.
+        """Return the kinds of blocks that fit these slots; this reads both models.
 
         Args:
             file: The GGUF.
             form: The form of its server's slots.
 
         Raises:
-            UsageError: They are not of the same weights, or it is not known what the
+            UsageError: The two have different weights, or it is not known what the
                 other engines' KV means here.
         """
         key = file, form.name

@@ -109,7 +109,7 @@ class LlamaCppSessions:
         tenant: The tenant that owns the blocks.
         others: Other engines whose KV is taken too, if it is longer; see
             :mod:`kvwire_engines.llamacpp.others`.
-        made_from: The folder that the GGUF was made from, which they have loaded.
+        made_from: The folder that those engines load, and from which the GGUF was made.
 
     Raises:
         UsageError: The folder is none, aiohttp is not installed, or an engine is not
@@ -331,7 +331,7 @@ class LlamaCppSessions:
     async def _longest(
         self, kinds: Sequence[SlotBlocks], ids: TokenIds, form: SlotForm, more_than: int
     ) -> SlotFile | None:
-        """Return the longest stored beginning, the first of several as long."""
+        """Return the longest stored beginning; the first, if several are equal."""
         chains = {
             size: HashScheme(size).block_hashes(ids[:-1])
             for size in {kind.block_tokens for kind in kinds}
@@ -483,7 +483,7 @@ class LlamaCppSessions:
     def _landing(
         self, name: str, form: SlotForm, blocks: int
     ) -> tuple[PagedCache, Callable[[], Rows]]:
-        """Return memory for blocks, and what returns the same memory as rows."""
+        """Return memory for blocks, and a function that returns it as rows."""
         shape = form.layers, blocks * BLOCK_TOKENS, form.row_bytes
         rows = np.empty(shape, np.uint8)
         return self._paged(name, form, rows, blocks), lambda: rows

@@ -323,7 +323,7 @@ class _Waiting(NamedTuple):
     Attributes:
         answered: Gets the answer.
         late: Ends the connection if none comes.
-        posted: Whether it has no task.
+        posted: Whether a callback, and no task, waits for the answer.
     """
 
     answered: Answered
