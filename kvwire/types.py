@@ -8,6 +8,7 @@ import operator
 import re
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import (
@@ -216,9 +217,7 @@ class Address:
             parts = urlsplit(full)
             port = parts.port
         except ValueError as exc:
-            host, _, number = rest.rpartition(":")
-            bare = ":" in host and "[" not in host
-            why = f"write an IPv6 address as [{host}]:{number}" if bare else exc
+            why = _in_brackets(rest) or exc
             raise UsageError(f"address {text!r}: {why}") from None
         if parts.path not in ("", "/") or parts.query:
             raise UsageError(f"address {text!r}: write scheme://host:port")
@@ -230,6 +229,16 @@ class Address:
                 f'"host:0" takes any free one'
             )
         return cls(parts.scheme, parts.hostname or "", port)
+
+
+def _in_brackets(rest: str) -> str:
+    """Return how to write a bare IPv6 address; "" if it is none."""
+    host, _, port = rest.rpartition(":")
+    for address, number in ((host, port), (rest, "7400")):
+        with suppress(ValueError):
+            ipaddress.IPv6Address(address)
+            return f"write an IPv6 address as [{address}]:{number}"
+    return ""
 
 
 def check_file_name(text: str) -> None:

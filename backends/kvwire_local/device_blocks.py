@@ -36,6 +36,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -48,6 +49,7 @@ from kvwire.errors import (
     BackendUnavailable,
     ConnectionLost,
     ProtocolError,
+    begin_thread,
     lacks_threads,
     with_remedy,
 )
@@ -133,7 +135,6 @@ class DeviceBlocks(WindowBlocks):
     Raises:
         ProtocolError: A correct owner would not have such tensors, table or
             allocations.
-        ProtocolError: The owner would not have such tensors, table or allocations.
     """
 
     immediate = False
@@ -268,8 +269,16 @@ class DeviceBlocks(WindowBlocks):
         ]
         self._opened.clear()
         if windows:
-            # By the thread that opened them, as there may be no other.
-            self._thread.submit(self._close_windows, windows)
+            close = partial(self._close_windows, windows)
+            try:
+                # A daemon, since a device that hangs must not hold up the process' end.
+                begin_thread(
+                    threading.Thread(
+                        target=close, name="kvwire window's end", daemon=True
+                    )
+                )
+            except BackendUnavailable:
+                self._thread.submit(close)  # by the thread that opened them
         else:
             self._quiet()
         self._thread.shutdown(wait=False)

@@ -78,8 +78,8 @@ logger: logging.Logger = logging.getLogger("kvwire.connections")
 # Payload up to this size (some 50 us) is sent before tasks that an event has woken run.
 # More payload waits for these tasks.
 _WOKEN_BYTES: Final = 256 * KIB
-# The most bytes of a held message's memory that are cleared first: for these, another
-# call takes longer.
+# The most bytes of a message's memory that are cleared first: for these, another call
+# takes longer.
 _CLEARED_BYTES_MAX: Final = 4 * KIB
 # How many events in one turn of the loop make payload queue up again. More events, or a
 # task that causes one in each turn, cannot keep payload from being sent.

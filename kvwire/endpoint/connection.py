@@ -603,7 +603,8 @@ class Connection(AsyncWith):
             self._driver.run()  # it may post the receive after this one
 
     def _withdraw_sink(self, record: RequestRecord) -> None:
-        self._core.withdraw(record)
+        if not self._core.withdraw(record) and not record.over:
+            record.context = None  # a large message is arriving, and is dropped
         self._driver.run()
 
     def _posted_on_device(

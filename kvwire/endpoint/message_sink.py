@@ -109,6 +109,7 @@ async def each_message(connection: SinkOwner, tag: int, act: MessageAct) -> None
         tag: The messages' tag, which nothing else receives meanwhile.
         act: Gets each message. If it returns False, no further one is received, and
             this returns. It may send: its messages leave in the same turn of the loop.
+            It cannot discard the tag, which is being received.
 
     Raises:
         KVWireError: As for :meth:`Connection.recv`; or what the function raised.

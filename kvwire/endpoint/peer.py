@@ -569,7 +569,9 @@ class Peer(Closing):
         patience_s = self._services.config.handshake_timeout_s
         if record is None:
             assert self._address is not None
-            return await self._links.connect(self._address, None, patience_s)
+            connection = await self._links.connect(self._address, None, patience_s)
+            self._warnings.clear()
+            return connection
         answer_s = patience_s / min(candidates, _SHARES_MAX)
         timeout_s = max(left_s, answer_s)
         self._failures[record.key] = self._failures.get(record.key, 0) + 1

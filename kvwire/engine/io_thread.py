@@ -108,7 +108,7 @@ class IOThread:
         _running.add(self)
         try:
             begin_thread(self._thread)
-        except BackendUnavailable:
+        except (BackendUnavailable, RuntimeError):
             self._made.set()
             self._forget()
             raise

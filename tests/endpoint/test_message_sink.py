@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.limits import EAGER_BYTES
+from kvwire.limits import EAGER_BYTES, MIB
 from kvwire.spi import each_message
 from kvwire_certify.oracle import content
-from tests.support.pairs import Pair, connected, turns
+from tests.support import inside
+from tests.support.pairs import Pair, connected, turns, until
 
 SMALL = 64
 LARGE = 4 * EAGER_BYTES
@@ -177,3 +178,26 @@ async def test_a_callback_that_sends_more_than_the_link_takes() -> None:
         for number in range(count):
             assert await pair.left.recv(2) == content(EAGER_BYTES, number)
         serving.cancel()
+
+
+async def test_a_large_message_that_is_arriving_at_a_cancel_is_dropped() -> None:
+    """The function is not called once the wait has ended."""
+    got: list[int] = []
+
+    def act(message: memoryview) -> bool:
+        got.append(message.nbytes)
+        return True
+
+    async with connected("tcp") as pair:
+        serving = asyncio.create_task(each_message(pair.right, 1, act))
+        await turns(2)
+        sent = pair.left.send(1, bytes(32 * MIB))
+        (posted,) = (one for one in inside.requests(pair.right) if one.tag == 1)
+        await until(lambda: posted.moved > 0)
+        serving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+        await sent
+        await pair.left.send(2, b"behind it")
+        await pair.right.recv(2)
+        assert not got

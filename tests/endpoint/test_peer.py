@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -514,6 +515,32 @@ async def test_two_members_with_another_key_are_a_warning_each(
         with pytest.raises(kvwire.ClosedOK):
             await sent
     assert len([line for line in warned(caplog) if "peer 'role=decode'" in line]) == 2
+
+
+async def test_a_peer_that_has_another_key_again_is_a_second_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("mine", "other"):
+        write_key_file(tmp_path / name)
+    port = free_port()
+    options: dict[str, Any] = {"trust": "psk", "handshake_timeout_s": 20.0}
+
+    def has_warned(times: int) -> bool:
+        lines = [one for one in warned(caplog) if f"peer '127.0.0.1:{port}'" in one]
+        return len(lines) >= times
+
+    async with kvwire.open(psk_file=str(tmp_path / "mine"), **options) as seeker:
+        peer = seeker.peer(f"127.0.0.1:{port}")
+        for key, times in (("other", 1), ("mine", 1), ("other", 2)):
+            async with kvwire.open(psk_file=str(tmp_path / key), **options) as member:
+                await member.listen(f"127.0.0.1:{port}")
+                if key == "mine":
+                    await peer.connect()
+                    continue
+                waiting = asyncio.create_task(peer.connect())
+                await until(partial(has_warned, times))
+                waiting.cancel()
+        await peer.close()
 
 
 async def test_the_least_busy_is_taken(tmp_path: Path) -> None:

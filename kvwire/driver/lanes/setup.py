@@ -391,7 +391,9 @@ class LaneSetup:
         else:
             self._services.counters.lanes_failed += 1
             if isinstance(exc, TimeoutError):
-                exc = BackendUnavailable(f"it did not open within {timeout_s:.3g} s")
+                exc = BackendUnavailable(
+                    f"it did not open within {round(timeout_s, 2):g} s"
+                )
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
                 exc = _unavailable(endpoint.backend, exc)
         reason = str(exc) or "cancelled"
