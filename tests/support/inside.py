@@ -7,7 +7,7 @@ goes through here, so that only this file knows how the objects are made.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,6 @@ def registry(of: kvwire.Communicator) -> TransferRegistry:
 def core(of: kvwire.Connection) -> ConnectionCore:
     """What decides."""
     return of._core
-
-
-def requests(of: kvwire.Connection) -> Iterable[RequestRecord]:
-    """Its core's requests that are not over."""
-    return of._core._requests
 
 
 def driver(of: kvwire.Connection) -> ConnectionDriver:

@@ -133,7 +133,7 @@ def _knows(client: Any, ids: list[bytes]) -> bool:
 
 
 def _wait(client: Any, there: Callable[[Any], bool]) -> None:
-    eventually(lambda: there(client))
+    assert eventually(lambda: there(client))
 
 
 _SLOTS = 16384
@@ -189,7 +189,7 @@ def nats_cluster(servers: int = 3) -> Iterator[list[Server]]:
             for port, monitor in zip(ports, monitors, strict=True)
         ]
         # A server is ready before the cluster has a leader.
-        eventually(lambda: all(map(_is_healthy, monitors)))
+        assert eventually(lambda: all(map(_is_healthy, monitors)))
         yield started
 
 

@@ -212,7 +212,7 @@ def its_time_is_over(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     begins(p, d, cached)
 
 
-@ending()
+@ending(patient=True)
 def decode_ends_it(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
     begins(p, d, cached)
     d.side.finished(("d",))

@@ -10,6 +10,7 @@ and the elements of keys with them.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import PagedCache
-from kvwire.errors import UsageError, shown
+from kvwire.errors import UsageError, error_text, shown
 from kvwire.extras import needed_by
 from kvwire_engines.llamacpp.slot_file import Rows, SlotForm
 from kvwire_engines.sources import Shape, Source
@@ -39,6 +40,8 @@ _DTYPES: Final[Mapping[int, npt.DTypeLike]] = {0: np.float32, 1: np.float16}
 # Types of tensors, in GGUF and in safetensors, whose values are exact.
 _GGUF: Final = {0: "<f4", 1: "<f2", 30: "<u2"}
 _SAFETENSORS: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+# The keys of a GGUF for a rotation that scales nothing.
+_ROTATION: Final = frozenset({"llama.rope.dimension_count", "llama.rope.freq_base"})
 # Rows of a tensor that are compared: training changes most of them.
 _SAMPLES: Final = 16
 
@@ -84,8 +87,10 @@ class OtherEngines:
                 f"made_from={shown(str(folder))}: no config.json is there; pass the "
                 "folder of Hugging Face's files that the GGUF was made from"
             )
-        # bounded: the models that one server loads
-        self._known: dict[tuple[str, str], list[SlotBlocks]] = {}
+        # A file's header may take seconds to read, so each is read once, by one thread.
+        self._lock = threading.Lock()
+        # Blocks, or why there are none. bounded: the models that one server loads
+        self._known: dict[tuple[str, str], list[SlotBlocks] | str] = {}
 
     def blocks(self, file: str, form: SlotForm) -> list[SlotBlocks]:
         """Return the kinds of blocks that fit these slots; this reads both models.
@@ -99,13 +104,30 @@ class OtherEngines:
                 other engines' KV means here.
         """
         key = file, form.name
-        if key not in self._known:
-            self._known[key] = self._blocks(Path(file), form)
-        return self._known[key]
+        with self._lock:
+            if key not in self._known:
+                try:
+                    self._known[key] = self._blocks(Path(file), form)
+                except UsageError as exc:
+                    self._known[key] = str(exc)
+            found = self._known[key]
+        if isinstance(found, str):
+            raise UsageError(found)
+        return found
 
     def _blocks(self, file: Path, form: SlotForm) -> list[SlotBlocks]:
         where = f"KV of {', '.join(self.engines)} in llama.cpp"
-        meaning, heads, width = _compared(where, file, self._folder)
+        try:
+            meaning, heads, width = _compared(where, file, self._folder)
+        except UsageError:
+            raise
+        except (
+            *(OSError, ValueError, LookupError, TypeError, AttributeError),
+            *(ArithmeticError, MemoryError),
+        ) as exc:  # cut, or of another form
+            raise UsageError(
+                f"{where}: cannot compare {file} with {self._folder}: {error_text(exc)}"
+            ) from None
         for engine in self.engines:
             require_known(where, engine, meaning)
         if form.key[0] not in _ELEMENTS or form.value[0] != form.key[0]:
@@ -182,10 +204,14 @@ def _compared(where: str, file: Path, folder: Path) -> tuple[Meaning, int, int]:
         ("attention.head_count_kv", kv_heads),
         ("rope.dimension_count", width),
         ("rope.freq_base", dict(meaning.numbers).get("rope_theta")),
-        ("rope.scaling.type", None),
+        ("attention.causal", None),
         ("attention.layer_norm_rms_epsilon", np.float32(meaning.epsilon)),
     ):
         _require(where, file, name, fields.get(f"llama.{name}"), wanted)
+    # llama.cpp scales by a factor without a type as well, and by one of an older name.
+    for name, found in fields.items():
+        if name.startswith("llama.rope.") and name not in _ROTATION:
+            _require(where, file, name, found, None)
     table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     tensors = {one.name: one for one in reader.tensors}
     for name, values in _tensors(folder):
@@ -220,6 +246,8 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
+            if size > path.stat().st_size:
+                raise UsageError(f"{path} has no header of safetensors")
             header = json.loads(opened.read(size))
         header.pop("__metadata__", None)
         for name, entry in header.items():

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,8 +33,10 @@ _HIDDEN: Final = 128
 VOCABULARY: Final = 258
 
 
-def toy_model(path: Path, seed: int = 0) -> Path:
-    """Write a model each of whose tokens depends on all of its KV."""
+def toy_model(
+    path: Path, seed: int = 0, more: Mapping[str, float] | None = None
+) -> Path:
+    """Write a model each of whose tokens depends on all of its KV, with more keys."""
     import gguf
 
     rng = np.random.default_rng(seed)
@@ -48,6 +50,8 @@ def toy_model(path: Path, seed: int = 0) -> Path:
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(_HEAD)
     writer.add_rope_freq_base(10000.0)
+    for key, value in (more or {}).items():
+        writer.add_float32(f"llama.{key}", value)
     writer.add_vocab_size(VOCABULARY)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

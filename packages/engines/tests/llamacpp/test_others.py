@@ -6,6 +6,7 @@ Needs torch, transformers and mlx_lm beside xllamacpp and gguf: `make test-torch
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -147,6 +148,60 @@ async def test_a_pair_that_is_not_known_is_refused(
                 store, server.url, server.folder, others=others, made_from=other
             ) as sessions:
                 await sessions.get(0, prompt_of(0, 64))
+
+
+@pytest.mark.parametrize(
+    "key", ["rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"]
+)
+async def test_a_rotation_that_llamacpp_scales_without_a_type_is_refused(
+    key: str, folder: Path, tmp_path: Path
+) -> None:
+    """Its KV is another one, though the GGUF names no type of scaling."""
+    file = toy_model(tmp_path / "toy.gguf", more={key: 4.0})
+    why = await refusal(file, folder, tmp_path)
+    assert f"{key} is 4.0, and not None" in why
+
+
+@pytest.mark.parametrize(
+    ("name", "damaged"),
+    [
+        ("config.json", b'{"model_type": "llama"'),
+        ("config.json", b"[]"),
+        ("config.json", b'{"model_type": "gpt2", "n_head": 4}'),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1 oid"),
+        ("model.safetensors", (40).to_bytes(8, "little") + b'{"model.norm.weight": {'),
+    ],
+)
+async def test_a_folder_that_is_cut_or_of_another_form_is_refused(
+    *, name: str, damaged: bytes, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Twice by the same error: the second time without reading the files."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    (other / name).write_bytes(damaged)
+    assert str(other) in await refusal(model, other, tmp_path)
+
+
+async def refusal(file: Path, folder: Path, at: Path) -> str:
+    """Why a server's sessions refuse what transformers has stored for a folder."""
+    why = []
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        llama_server(file, at, "--kv", "f16") as server,
+        LlamaCppSessions(
+            store,
+            server.url,
+            server.folder,
+            others=["transformers"],
+            made_from=folder,
+        ) as sessions,
+    ):
+        for _ in range(2):
+            with pytest.raises(UsageError) as refused:
+                await sessions.get(0, prompt_of(0, 64))
+            why.append(str(refused.value))
+    assert why[0] == why[1]
+    return why[0]
 
 
 async def test_a_folder_has_to_be_named_and_nothing_else(
