@@ -42,6 +42,16 @@ _GGUF: Final = {0: "<f4", 1: "<f2", 30: "<u2"}
 _SAFETENSORS: Final = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 # The keys of a GGUF for a rotation that scales nothing.
 _ROTATION: Final = frozenset({"llama.rope.dimension_count", "llama.rope.freq_base"})
+# How files fail that are cut, or of another form.
+_UNREADABLE: Final = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+)
 # Rows of a tensor that are compared: training changes most of them.
 _SAMPLES: Final = 16
 
@@ -121,10 +131,7 @@ class OtherEngines:
             meaning, heads, width = _compared(where, file, self._folder)
         except UsageError:
             raise
-        except (
-            *(OSError, ValueError, LookupError, TypeError, AttributeError),
-            *(ArithmeticError, MemoryError),
-        ) as exc:  # cut, or of another form
+        except _UNREADABLE as exc:
             raise UsageError(
                 f"{where}: cannot compare {file} with {self._folder}: {error_text(exc)}"
             ) from None
