@@ -563,7 +563,7 @@ if hasattr(os, "register_at_fork"):
 
 
 async def look_up(host: str, port: int) -> list[tuple[Any, ...]]:
-    """Return what ``loop.getaddrinfo`` returns for a stream.
+    """Look up the addresses of a host, as ``loop.getaddrinfo`` does for a stream.
 
     Raises:
         OSError: The name is unknown, or no thread can be started to look it up.
