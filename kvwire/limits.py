@@ -36,8 +36,8 @@ CHUNK_BYTES_MAX: Final = 16 * MIB
 # Up to this size a message is sent with its header, and the receiver may have to hold
 # it.
 EAGER_BYTES: Final = 16 * KIB
-# A block of 64 KiB, and a store's own data for it.
-EAGER_BYTES_MAX: Final = 72 * KIB
+# Four blocks of 64 KiB, and a store's own data for them.
+EAGER_BYTES_MAX: Final = 264 * KIB
 # The most bytes that a receiver holds for unreceived messages, per connection.
 EAGER_WINDOW_BYTES: Final = 1 * MIB
 EAGER_WINDOW_BYTES_MAX: Final = 64 * MIB

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvwire.backend import Payload
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX, KIB, LINK_QUEUE_BYTES
+from kvwire.limits import KIB, LINK_QUEUE_BYTES
 from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.checksum import LOW_32_BITS, checksum, is_scattered, view_digest
 from kvwire.memory.copy import copy
@@ -26,6 +26,8 @@ from kvwire.wire.header import Flag, Header
 # Sampling then costs an eighth of the full check, and if all chunks are damaged, the
 # 13th at the latest is detected.
 SAMPLED_ONE_IN: Final = 8
+# Of chunks up to this size, each gets a checksum, which takes less than its frame.
+SHORT_BYTES: Final = 72 * KIB
 
 CheckMode = Literal["auto", "on", "sampled", "off"]
 
@@ -111,7 +113,7 @@ class ChecksumPolicy:
         some = _TURN // SAMPLED_ONE_IN
         shares = {"auto": (_TURN, some), "on": (_TURN, _TURN), "sampled": (some, some)}
         self._share, self._intact_share = shares.get(mode, (0, 0))
-        self._short_bytes = -1 if mode == "off" else EAGER_BYTES_MAX
+        self._short_bytes = -1 if mode == "off" else SHORT_BYTES
         self._turn = 0
 
     def seal(

@@ -40,7 +40,6 @@ from kvwire.errors import (
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
     CONTROL_QUEUE_BYTES_MAX,
-    EAGER_BYTES_MAX,
     KIB,
     LINK_QUEUE_BYTES,
     WAITING_LOG_S,
@@ -81,6 +80,9 @@ _WOKEN_BYTES: Final = 256 * KIB
 # The most bytes of a message's memory that are cleared first: for these, another call
 # takes longer.
 _CLEARED_BYTES_MAX: Final = 4 * KIB
+# What a link cannot send at once of a frame up to this size, it copies: a larger one
+# stays in its own memory.
+_COPIED_BYTES_MAX: Final = 72 * KIB
 # How many events in one turn of the loop make payload queue up again. More events, or a
 # task that causes one in each turn, cannot keep payload from being sent.
 _PUT_OFF_MAX: Final = 64
@@ -307,7 +309,7 @@ class ConnectionDriver(LinkHandler):
             frame = (header, data)
             outbox.frames.append(frame)  # bounded: CONTROL_QUEUE_BYTES_MAX
         else:
-            token = data if data.nbytes > EAGER_BYTES_MAX else None
+            token = data if data.nbytes > _COPIED_BYTES_MAX else None
             if not self.link.send_now(header, data, token):
                 self.link.flush()
 
@@ -454,7 +456,7 @@ class ConnectionDriver(LinkHandler):
                 while frames:
                     header, body = frames.popleft()
                     # Without a token, a link copies the bytes that it could not send.
-                    token = body if len(body) > EAGER_BYTES_MAX else None
+                    token = body if len(body) > _COPIED_BYTES_MAX else None
                     self.link.send(header, memoryview(body), token)
                     queued = True
                 if events:

@@ -86,7 +86,8 @@ _PUT: Final = RequestKind.PUT
 _GET: Final = RequestKind.GET
 _SERVE_READ: Final = RequestKind.SERVE_READ
 # Of messages that are sent while an event is handled; others are announced.
-_FRAMES_MAX: Final = LINK_QUEUE_BYTES // EAGER_BYTES_MAX
+_FRAMES_MAX: Final = 32
+_FRAMES_BYTES_MAX: Final = LINK_QUEUE_BYTES - EAGER_BYTES_MAX
 # The reason for waiting, until bytes move.
 _MESSAGES: Final = {_SEND: "the peer to receive it", _RECV: "a message"}
 _TRANSFERS: Final = frozenset({RequestKind.OUTGOING, RequestKind.INCOMING})
@@ -638,13 +639,15 @@ class Connection(AsyncWith):
         driver = self._driver
         # Not while the link is full, so that messages cannot make its queue too long;
         # nor behind as many frames as may fill it.
-        if (
-            driver.link.queued_bytes >= LINK_QUEUE_BYTES
-            or len(self._outbox.frames) >= _FRAMES_MAX
-            or not isinstance(payload, memoryview)
+        if driver.link.queued_bytes >= LINK_QUEUE_BYTES or not isinstance(
+            payload, memoryview
         ):
             return False
         nbytes = payload.nbytes
+        if frames := self._outbox.frames:
+            waiting_bytes = sum(len(body) for _, body in frames)
+            if len(frames) >= _FRAMES_MAX or waiting_bytes > _FRAMES_BYTES_MAX:
+                return False
         check = view_digest(payload) & LOW_32_BITS if self._check else None
         header = self._core.eager_header(tag, nbytes, check)
         if header is None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvwire.driver.checksums import (
     SAMPLED_ONE_IN,
+    SHORT_BYTES,
     CheckMode,
     ChecksumPolicy,
     ScratchPool,
@@ -18,12 +19,12 @@ from kvwire.driver.checksums import (
     matches,
 )
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX, KIB, LINK_QUEUE_BYTES, MIB
+from kvwire.limits import KIB, LINK_QUEUE_BYTES, MIB
 from kvwire.memory.checksum import checksum
 from kvwire.types import Device, MemoryKind
 from kvwire.wire.header import Flag, FrameType, Header, decode_header, encode_header
 
-SHORT, LONG = (memoryview(bytes(n)) for n in (EAGER_BYTES_MAX, EAGER_BYTES_MAX + 1))
+SHORT, LONG = (memoryview(bytes(n)) for n in (SHORT_BYTES, SHORT_BYTES + 1))
 MANY = 4000
 
 Bytes = npt.NDArray[np.uint8]
@@ -78,7 +79,7 @@ def test_it_is_the_checksum_of_the_payload() -> None:
     check = ChecksumPolicy("on").of(SHORT)
     assert check == checksum(SHORT)
     assert matches(SHORT, header(check))
-    damaged = memoryview(bytes(EAGER_BYTES_MAX - 1) + b"x")
+    damaged = memoryview(bytes(SHORT_BYTES - 1) + b"x")
     assert not matches(damaged, header(check))
     assert matches(damaged, header(None))
     assert matches(None, header(check))

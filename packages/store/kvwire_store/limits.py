@@ -45,7 +45,7 @@ STORE_REASONS_MAX: Final = 64
 # In this time a verb can move a quarter of a server's memory at the rate of a disk.
 STORE_VERB_TIMEOUT_S: Final = 120.0
 # The longest message: keys of up to 80 bytes, a description, numbers, and images.
-STORE_REQUEST_BYTES_MAX: Final = 512 * KIB
+STORE_REQUEST_BYTES_MAX: Final = 768 * KIB
 # Up to this size images are inside the request or the answer. It is not less than the
 # eager limit: a refused put would leave such a message, and its credit, behind.
 STORE_INLINE_BYTES: Final = EAGER_BYTES_MAX

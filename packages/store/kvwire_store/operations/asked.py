@@ -1,8 +1,8 @@
-"""Blocks of a get that come in answers of a lower tier, without a task.
+"""Blocks of a get that come in an answer of a lower tier, without a task.
 
-The get asks for its blocks in a few requests. As each answer arrives, its images are
-copied straight into the caller's blocks. Memory gets its copies after the caller has
-been woken, as far as there is room without waiting.
+The get requests all of its blocks at once. As the answer arrives, its images are copied
+straight into the caller's blocks. Memory gets its copies after the caller has been
+woken, as far as there is room without waiting.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from kvwire_store.tiers.base import LANDED, Batch, BlockResults, Tier, all_lande
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
-# More blocks than these requests bring come faster as one message.
-_ASKS_MAX: Final = 4
 _ALL: Final = slice(None)
+_NOTHING: Final = memoryview(b"")
 _NO_IMAGES: Final = images_in(np.empty(0, np.uint8), 1, 0)
 
 
-Took = Callable[[Ids, BlockResults, Batch], None]
-"""Takes an answer: the positions asked for, their results, and the landed blocks."""
+Took = Callable[[BlockResults, Batch], None]
+"""Takes an answer: the results of all blocks, and the landed blocks."""
 
 
 class AskedBlocks:
-    """The blocks of one get, from its requests until memory has its copies.
+    """The blocks of one get, from its request until memory has its copies.
 
     Args:
         tiers: The store's tiers.
         request: The blocks.
-        took: Called with each answer, to copy the images to their places.
-        asked: Called once, when all answers are there.
+        took: Called with the answer, to copy the images to their places.
+        asked: Called once, when the answer is there, or none can come.
 
     Attributes:
-        rest: The positions of blocks that no answer has brought.
+        rest: The positions of blocks that the answer has not brought; None for none.
         keeps: Whether memory gets copies; then call :meth:`keep`.
     """
 
@@ -62,23 +61,21 @@ class AskedBlocks:
         named = request.namespace.tenant
         self._tenant = tiers.tenants.number(named) if named else 0
         self.keeps: bool = tiers.memory.keeps
-        # Landed blocks, which memory may keep.
-        self._came: list[tuple[Batch, memoryview]] = []
-        # The number of requests without an answer.
-        self._waiting = 0
-        self.rest: list[Ids] = []
+        # What memory may keep: the landed blocks, and their images in a row.
+        self._came: Batch | None = None
+        self._line = _NOTHING
+        self.rest: Ids | None = None
 
     def begin(self, tier: Tier) -> bool:
-        """Request all blocks from a tier; return whether any were requested."""
+        """Request all blocks from a tier; return whether they were requested."""
         memory = self._tiers.memory
         request = self._request
         keys = request.keys
         nbytes = request.namespace.image_bytes
-        step = min(tier.asks_bytes // nbytes, STORE_KEYS_MAX)
-        count = -(-keys.size // step) if step else 0
         busy = memory.in_flight.ends
         if (
-            not 0 < count <= _ASKS_MAX
+            not 0 < keys.size <= STORE_KEYS_MAX
+            or keys.size * nbytes > tier.asks_bytes
             or request.repeats
             or memory.too_large(nbytes, self._tenant)
             or any_of(memory.index.find(keys) >= 0)
@@ -88,97 +85,85 @@ class AskedBlocks:
         if self.keeps:
             # Until they are in memory, other calls wait for these blocks.
             memory.in_flight.begin(keys)
-        self._waiting = count
-        positions = np.arange(keys.size)
-        for first in range(0, keys.size, step):
-            part = positions[first : first + step]
-            try:
-                begun = self._begin_part(tier, part)
-            except Exception:  # noqa: BLE001 - the long way raises it, where it lasts
-                begun = False
-            if not begun:
-                if not first:
-                    if self.keeps:
-                        self.keep()
-                    return False
-                # The others go the long way.
-                self._waiting -= -(-(keys.size - first) // step)
-                self.rest.append(positions[first:])
-                if not self._waiting:
-                    self._asked()
-                break
-        return True
+        try:
+            begun = self._begin(tier)
+        except Exception:  # noqa: BLE001 - the long way raises it, where it lasts
+            begun = False
+        if not begun and self.keeps:
+            memory.in_flight.end(keys)
+        return begun
 
     def keep(self) -> None:
         """Copy what has arrived into memory, as far as there is room."""
         memory = self._tiers.memory
-        nbytes = self._request.namespace.image_bytes
+        came = self._came
         try:
-            for part, line in self._came:
-                taken = memory.take_now(nbytes, part.keys.size, self._tenant)
-                # If there is not room for all, the head of the chain stays.
-                keys = part.keys[: taken.size]
-                if not keys.size:
-                    return
-                here = line[: keys.size * nbytes]
-                try:
-                    copy(here, memory.images(taken, nbytes))
-                except BaseException:
-                    memory.give_back(taken)
-                    raise
-                assert part.kept is not None
-                memory.below[taken] = part.kept[: keys.size]
-                born = None if part.born is None else part.born[: keys.size]
-                memory.index.name(keys, taken, born, part.orders[: keys.size])
-                memory.unpin(keys, taken)
+            if came is not None:
+                self._copy(came)
         finally:
-            self._came.clear()
+            self._came = None
+            self._line = _NOTHING
             memory.in_flight.end(self._request.keys)
 
-    def _begin_part(self, tier: Tier, positions: Ids) -> bool:
+    def _copy(self, came: Batch) -> None:
+        memory = self._tiers.memory
+        nbytes = self._request.namespace.image_bytes
+        taken = memory.take_now(nbytes, came.keys.size, self._tenant)
+        # If there is not room for all, the head of the chain stays.
+        count = taken.size
+        if not count:
+            return
+        try:
+            copy(self._line[: count * nbytes], memory.images(taken, nbytes))
+        except BaseException:
+            memory.give_back(taken)
+            raise
+        assert came.kept is not None
+        memory.below[taken] = came.kept[:count]
+        born = None if came.born is None else came.born[:count]
+        keys = came.keys[:count]
+        memory.index.name(keys, taken, born, came.orders[:count])
+        memory.unpin(keys, taken)
+
+    def _begin(self, tier: Tier) -> bool:
         index = self._tiers.memory.index
-        count = positions.size
-        born = np.full(count, index.now()) if index.shares.expire else None
+        keys = self._request.keys
+        born = np.full(keys.size, index.now()) if index.shares.expire else None
         # np.full and np.ones are functions of Python.
-        orders = np.empty(count, np.uint8)
+        orders = np.empty(keys.size, np.uint8)
         orders.fill(UNKNOWN)
-        kept = np.empty(count, np.bool_)
+        kept = np.empty(keys.size, np.bool_)
         kept.fill(True)
-        keys = self._request.keys[positions]
-        part = Batch(keys, orders, _NO_IMAGES, born=born, kept=kept)
+        batch = Batch(keys, orders, _NO_IMAGES, born=born, kept=kept)
 
         def answered(results: BlockResults | None, line: memoryview) -> None:
-            self._waiting -= 1
-            known = len(self.rest)
             try:
                 if results is None:
-                    self.rest.append(positions)
+                    self.rest = np.arange(keys.size)
                 else:
-                    self._arrived(part, positions, results, line)
+                    self._arrived(batch, results, line)
             except Exception:
                 # Lack of memory, or a bug, ends no other call of this client.
                 logger.exception("the blocks of an answer are requested again")
-                self.rest[known:] = [positions]
-            if not self._waiting:
-                self._asked()
+                self.rest = np.arange(keys.size)
+            self._asked()
 
-        return tier.ask(self._request.namespace, part, answered)
+        return tier.ask(self._request.namespace, batch, answered)
 
-    def _arrived(
-        self, part: Batch, positions: Ids, results: BlockResults, line: memoryview
-    ) -> None:
+    def _arrived(self, batch: Batch, results: BlockResults, line: memoryview) -> None:
         # Mostly all of them; a slice takes a fraction of a mask's time.
         whole = all_landed(results)
         here = _ALL if whole else results == LANDED
-        keys = part.keys[here]
+        keys = batch.keys[here]
         nbytes = self._request.namespace.image_bytes
         images = images_in(np.frombuffer(line, np.uint8), nbytes, keys.size)
-        assert part.kept is not None
-        born = None if part.born is None else part.born[here]
-        kept = part.kept[here]
-        came = Batch(keys, part.orders[here], images, born=born, kept=kept)
-        self._took(positions, results, came)
+        assert batch.kept is not None
+        born = None if batch.born is None else batch.born[here]
+        kept = batch.kept[here]
+        came = Batch(keys, batch.orders[here], images, born=born, kept=kept)
+        self._took(results, came)
         if not whole:
-            self.rest.append(positions[results != LANDED])
-        if keys.size and self.keeps:
-            self._came.append((came, line))
+            self.rest = (results != LANDED).nonzero()[0]
+        if keys.size:
+            self._came = came
+            self._line = line

@@ -138,8 +138,8 @@ class GetOperation(Operation):
             return False
 
         def over() -> None:
-            if coming.rest:
-                self._rest[request] = np.sort(np.concatenate(coming.rest))
+            if coming.rest is not None:
+                self._rest[request] = coming.rest
             asked()
 
         took = partial(self._took, request, tier)
@@ -150,12 +150,12 @@ class GetOperation(Operation):
         self,
         request: BlockRequest,
         tier: Tier,
-        positions: Ids,
         results: BlockResults,
         came: Batch,
     ) -> None:
         """Copy the blocks of an answer into the caller's, and note the others."""
         self._first = self._first or monotonic()
+        positions = np.arange(results.size)
         if came.keys.size < positions.size:
             # No lookup found it, so it was not evicted: it just does not exist.
             noted = (results != LANDED) & (results != MISSING)

@@ -39,6 +39,8 @@ from tests.support.pairs import turns, until
 NAMESPACE = Namespace("kv", SPEC)
 # Two of its blocks are more than goes with a request.
 APART = Namespace("kv", LARGE)
+# So many blocks of it are too large for a request or an answer.
+MANY = STORE_INLINE_BYTES // LARGE.block_bytes + 1
 
 
 class Client:
@@ -229,7 +231,7 @@ async def test_more_requests_than_allowed_end_the_connection() -> None:
     async with serving() as (_, server), client(server) as liar:
         for number in range(STORE_REQUESTS_MAX + 1):
             # Nobody sends these, so they stay open.
-            put = moving(messages.Put, chain(2), APART, number=number)
+            put = moving(messages.Put, chain(MANY), APART, number=number)
             await liar.say(put)
         assert await liar.dropped()
         assert await works(server)
@@ -260,7 +262,7 @@ async def test_more_bytes_than_a_berth_are_refused() -> None:
 
 async def test_blocks_that_nobody_sends_fail_by_their_deadline() -> None:
     async with serving(berths=1) as (store, server), client(server) as liar:
-        done = await liar.ask(moving(messages.Put, chain(2), APART, timeout_ms=50))
+        done = await liar.ask(moving(messages.Put, chain(MANY), APART, timeout_ms=50))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "deadline" in done.reason
         # The only berth is free again.
@@ -273,48 +275,48 @@ async def test_a_put_comes_into_its_slots(monkeypatch: pytest.MonkeyPatch) -> No
     """Without a copy at the server; one that comes too late gives its slots back."""
     copies: list[Any] = []
     monkeypatch.setattr(base, "copy", lambda *ends: copies.append(ends))
-    async with serving() as (store, server), client(server) as one:
+    async with serving("memory:4MiB") as (store, server), client(server) as one:
         async with client(server) as other:
-            late = chain(2)
+            late = chain(MANY)
             await one.say(moving(messages.Put, late, APART, timeout_ms=600_000))
             await until(lambda: inside.served(server).lent_bytes > 0)
-            images = [bytes([n]) * LARGE.block_bytes for n in range(2)]
+            images = [bytes([n]) * LARGE.block_bytes for n in range(MANY)]
             sent = other.connection.send(messages.payload_tag(1), b"".join(images))
             done = await other.ask(moving(messages.Put, late, APART))
-            assert done.table.tolist() == [BlockResult.LANDED] * 2
+            assert done.table.tolist() == [BlockResult.LANDED] * MANY
             await sent
             # The same again, which the server has by now.
             await one.connection.send(messages.payload_tag(1), b"".join(images))
             done = messages.decode_reply(await one.connection.recv(messages.TAG))
             assert isinstance(done, messages.StoreDone)
-            assert done.table.tolist() == [BlockResult.LANDED] * 2
+            assert done.table.tolist() == [BlockResult.LANDED] * MANY
             got = await other.ask(moving(messages.Get, late, APART, number=2))
-            assert got.table.tolist() == [0, 0]
+            assert got.table.tolist() == [0] * MANY
             assert not got.images
             assert await other.connection.recv(messages.payload_tag(2)) == b"".join(
                 images
             )
         assert not copies
         used_bytes = inside.tiers(store).memory.index.slabs.used_bytes
-        assert used_bytes == 2 * rounded(LARGE.block_bytes)
+        assert used_bytes == MANY * rounded(LARGE.block_bytes)
         await until(lambda: inside.served(server).lent_bytes == 0)
 
 
 async def test_who_dies_in_a_put_takes_no_slots_along() -> None:
-    async with serving() as (store, server):
+    async with serving("memory:4MiB") as (store, server):
         async with client(server) as one:
-            await one.say(moving(messages.Put, chain(2), APART, timeout_ms=600_000))
+            await one.say(moving(messages.Put, chain(MANY), APART, timeout_ms=600_000))
             await until(lambda: inside.served(server).lent_bytes > 0)
             one.connection.abort("it dies")
         await nothing_is_taken(store, server)
         assert await works(server)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 2 * LARGE.block_bytes - 1, 10**6])
+@pytest.mark.parametrize("nbytes", [0, 1, MANY * LARGE.block_bytes - 1, 10**6])
 async def test_a_put_of_other_bytes_than_it_says_stores_nothing(nbytes: int) -> None:
     async with serving() as (store, server), client(server) as liar:
         sent = liar.connection.send(messages.payload_tag(1), bytes(nbytes))
-        done = await liar.ask(moving(messages.Put, chain(2), APART, timeout_ms=300))
+        done = await liar.ask(moving(messages.Put, chain(MANY), APART, timeout_ms=300))
         assert set(done.table.tolist()) == {BlockResult.FAILED}
         assert "bytes" in done.reason
         assert not len(inside.tiers(store).memory.index)
@@ -324,7 +326,8 @@ async def test_a_put_of_other_bytes_than_it_says_stores_nothing(nbytes: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("count", "nbytes"), [(1, 0), (1, LARGE.block_bytes - 1), (2, 1), (2, 2**16)]
+    ("count", "nbytes"),
+    [(1, 0), (1, LARGE.block_bytes - 1), (MANY, 1), (MANY, LARGE.block_bytes)],
 )
 async def test_who_sends_other_bytes_with_a_put_is_dropped(
     count: int, nbytes: int
@@ -398,7 +401,7 @@ async def test_slow_clients_pin_a_part_of_memory_and_no_more() -> None:
     async with serving("memory:4MiB") as (store, server), client(server) as idle:
         assert (await store.put(hashes, source.cache, range(64))).complete
         # More than goes at once, and nobody receives it.
-        for number, count in enumerate((share - 1, 2)):
+        for number, count in enumerate((share - 1, MANY)):
             wanted = moving(
                 messages.Get,
                 hashes[:count],
@@ -438,10 +441,10 @@ def _damage(path: Path, part: bytes) -> None:
 
 async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
     async with serving(berths=1) as (store, server), client(server) as idle:
-        source, hashes = Filled(8, LARGE, seed=3), chain(2)
-        await store.put(hashes, source.cache, [0, 1])
+        source, hashes = Filled(8, LARGE, seed=3), chain(MANY)
+        await store.put(hashes, source.cache, range(MANY))
         answer = await idle.ask(moving(messages.Get, hashes, APART, timeout_ms=300))
-        assert answer.table.tolist() == [0, 0]
+        assert answer.table.tolist() == [0] * MANY
         # It does not expect what is pushed. Others are served meanwhile.
         assert await works(server)
         # By the deadline its berth is free again, and what was pinned for it.
@@ -450,7 +453,7 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
         assert not len(inside.tiers(store).memory.index)
         again = await idle.ask(moving(messages.Get, hashes, APART, number=2))
         assert again.number == 2
-        assert again.table.tolist() == [BlockResult.MISSING, BlockResult.MISSING]
+        assert again.table.tolist() == [BlockResult.MISSING] * MANY
 
 
 async def test_a_client_that_takes_no_answers_is_one_of_many() -> None:

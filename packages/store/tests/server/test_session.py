@@ -12,6 +12,7 @@ from kvwire_store.limits import STORE_REQUESTS_MAX
 from kvwire_store.server import messages
 from packages.store.tests.server.test_server import (
     APART,
+    MANY,
     client,
     moving,
     names,
@@ -29,16 +30,16 @@ async def test_small_blocks_that_come_while_a_get_waits_are_in_its_answer() -> N
     """How they come is told by what was asked, and not by where the server has them."""
     images = np.arange(2 * SPEC.block_bytes).astype(np.uint8).tobytes()
     async with (
-        serving(berths=1) as (_, server),
+        serving("memory:4MiB", berths=1) as (_, server),
         client(server) as one,
         client(server) as other,
     ):
-        await one.say(moving(messages.Put, chain(2), APART, number=1))
+        await one.say(moving(messages.Put, chain(MANY), APART, number=1))
         await until(lambda: inside.served(server).lent_bytes > 0)
         await one.say(moving(messages.Get, chain(2), number=2))
         await until(lambda: any(row.requests == 2 for row in server.clients()))
         await other.ask(moving(messages.Put, chain(2), images=images))
-        sent = bytes(2 * LARGE.block_bytes)
+        sent = bytes(MANY * LARGE.block_bytes)
         await one.connection.send(messages.payload_tag(1), sent)
         await one.connection.recv(messages.TAG)
         done = messages.decode_reply(await one.connection.recv(messages.TAG))
@@ -50,16 +51,16 @@ async def test_small_blocks_that_come_while_a_get_waits_are_in_its_answer() -> N
 async def test_a_get_that_is_answered_is_open_no_more() -> None:
     """While its blocks are on their way the client may ask as much as ever."""
     async with serving("memory:4MiB") as (store, server):
-        await store.put(chain(2), Filled(2, LARGE, seed=1).cache, [0, 1])
+        await store.put(chain(MANY), Filled(MANY, LARGE, seed=1).cache, range(MANY))
         async with client(server) as one:
-            await one.ask(moving(messages.Get, chain(2), APART, number=1))
+            await one.ask(moving(messages.Get, chain(MANY), APART, number=1))
             asked = range(2, STORE_REQUESTS_MAX + 2)
             for number in asked:
                 await one.say(messages.Find(number, names(chain(1))))
             for _ in asked:
                 await one.connection.recv(messages.TAG)
             images = await one.connection.recv(messages.payload_tag(1))
-            assert len(images) == 2 * LARGE.block_bytes
+            assert len(images) == MANY * LARGE.block_bytes
         assert not server.dropped
 
 
