@@ -5,15 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import resource
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, final
 
 from kvwire.errors import BackendUnavailable
-from kvwire.limits import KIB, MIB
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
 from kvwire_ucx.library import (
@@ -24,7 +20,9 @@ from kvwire_ucx.library import (
     rdma_devices,
     remedy,
 )
+from kvwire_ucx.locked import lock_limit, pinned_bytes, too_little_to_lock
 from kvwire_ucx.settings import REQUIRE_RDMA, UcxSettings, parse
+from kvwire_ucx.turns import Turns
 
 # "#  resource 1  :  md 1  dev 1  flags -- tcp/eth0", as ucp_context_print_info prints
 # it.
@@ -35,16 +33,11 @@ _RDMA_TRANSPORTS: Final = re.compile(r"(rc|ud|dc|srd)(_|$)|gga|efa")
 _RDMA_COMPONENTS: Final = frozenset({"ib", "mlx5", "efa", "gga"})
 
 
-# What one worker's buffers take: 20 MiB of UD's with 1.13, and RC's.
-LOCKED_BYTES_MIN: Final = 64 * MIB
-_CAP_IPC_LOCK: Final = 14
 # Of the process. Each holds queue pairs and their buffers, some MiB.
 ABANDONED_MAX: Final = 8
-# Contexts with abandoned workers, which call into them for as long as the process runs.
-_kept: Final[set[Context]] = set()  # bounded: ABANDONED_MAX
-# Workers that UCX cannot free: abandoned ones, and those whose peers may yet answer.
-_unanswered: Final[set[object]] = set()  # bounded: ABANDONED_MAX
-_lock: Final = threading.Lock()  # communicators may be on several threads
+# Held by the workers that UCX cannot free: those whose peers may yet answer, and
+# abandoned ones, which call into their contexts for as long as the process runs.
+_turns: Final = Turns(ABANDONED_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,38 +94,41 @@ class Context:
         devices = [one.device for one in self.rdma]
         why = no_port_up({device: port_state(device) for device in devices})
         if devices and not why:
-            limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            why = too_little_to_lock(limit, Path("/proc/self/status").read_text())
+            why = too_little_to_lock(lock_limit(), pinned_bytes())
         if why:
             raise BackendUnavailable(f"UCX: {why}")
-        if sum(len(one.abandoned) for one in tuple(_kept)) >= ABANDONED_MAX:
+        self._check_turns()
+
+    def _check_turns(self) -> None:
+        if _turns.none_left:
             raise BackendUnavailable(
                 f"UCX {self.library.version} cannot free {ABANDONED_MAX} lanes that no "
                 "peer has answered, so it gets no more; use UCX 1.15 or newer, or "
                 "restart the process"
             )
 
-    def reserve(self, worker: object) -> bool:
-        """Return whether a worker may ask its peer; at most ABANDONED_MAX do at once.
+    async def reserve(self, worker: object) -> None:
+        """Wait until a worker may ask its peer; at most ABANDONED_MAX do at once.
 
-        So no more than that can be abandoned. Release the worker when it has its answer
-        or UCX has freed it.
+        So no more than that can be abandoned. Release the worker when it has its
+        answer, when UCX has freed it, or to end this wait.
+
+        Raises:
+            BackendUnavailable: So many were abandoned.
+
+        Cancel safety: safe, the worker is then released.
         """
-        with _lock:
-            if len(_unanswered) >= ABANDONED_MAX:
-                return False
-            _unanswered.add(worker)
-            return True
+        if not await _turns.take(worker):
+            self._check_turns()
 
     def release(self, worker: object) -> None:
         """Let another worker ask its peer."""
-        with _lock:
-            _unanswered.discard(worker)
+        _turns.give_back(worker)
 
     def keep(self, worker: object) -> None:
-        """Keep a reserved worker, and so this context, until the process ends."""
+        """Keep a worker, and so this context, until the process ends."""
         self.abandoned.append(worker)  # bounded: ABANDONED_MAX
-        _kept.add(self)
+        _turns.keep(worker)
 
     @property
     def rdma(self) -> tuple[Resource, ...]:
@@ -165,27 +161,6 @@ def no_port_up(states: Mapping[str, str]) -> str:
         return ""
     found = ", ".join(f"{device} is {state}" for device, state in states.items())
     return f"no RDMA port is up: {found}"
-
-
-def too_little_to_lock(limit: int, status: str) -> str:
-    """Return what is wrong if RDMA may not lock the buffers of one more worker.
-
-    Args:
-        limit: The process's soft ``RLIMIT_MEMLOCK``.
-        status: Its ``/proc/self/status``.
-    """
-    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    unlimited = int(fields.get("CapEff", "0"), 16) >> _CAP_IPC_LOCK & 1
-    if limit == resource.RLIM_INFINITY or unlimited:
-        return ""
-    pinned = int(fields.get("VmPin", "0 kB").split()[0]) * KIB
-    if limit - pinned >= LOCKED_BYTES_MIN:
-        return ""
-    return (
-        f"RDMA locks memory, and this process may lock {limit // KIB} KiB, of which "
-        f"{pinned // KIB} KiB are in use; UCX needs {LOCKED_BYTES_MIN // MIB} MiB for "
-        "each lane: raise `ulimit -l`, best to unlimited"
-    )
 
 
 def printed(function: Callable[[int, int], None], handle: int) -> str:

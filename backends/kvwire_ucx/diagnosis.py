@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import resource as limits
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -12,6 +11,7 @@ from kvwire.backend import Availability, Finding
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx.context import Context, Resource
 from kvwire_ucx.library import UcxLibrary, copies, load, rdma_devices, remedy
+from kvwire_ucx.locked import UNLIMITED, lock_limit
 
 _BEFORE_TCP: Final = 20
 _BEHIND_TCP: Final = 40
@@ -157,9 +157,9 @@ def _no_cma() -> Finding:
 
 
 def _memlock() -> Finding:
-    soft, _ = limits.getrlimit(limits.RLIMIT_MEMLOCK)
-    enough = soft == limits.RLIM_INFINITY or soft >= _MEMLOCK_BYTES_MIN
-    shown = "unlimited" if soft == limits.RLIM_INFINITY else f"{soft >> 20} MiB"
+    limit = lock_limit()
+    enough = limit == UNLIMITED or limit >= _MEMLOCK_BYTES_MIN
+    shown = "unlimited" if limit == UNLIMITED else f"{limit >> 20} MiB"
     return Finding(
         name="memlock",
         state="ok" if enough else "warn",

@@ -59,6 +59,7 @@ from kvwire_ucx.bootstrap import (
     next_message,
     parse,
 )
+from kvwire_ucx.context import ABANDONED_MAX
 from kvwire_ucx.library import Version
 from kvwire_ucx.pieces import (
     RULE,
@@ -81,9 +82,6 @@ WINDOW_BYTES: Final = 4 * SPAN_BYTES
 # without one: UCX itself gives up after 30 s over UD queue pairs, and then ends the
 # process.
 GREETING_S: Final = 20.0
-# How often such a client checks whether it may send its hello, while the most lanes
-# that may remain unanswered wait for an answer.
-RESERVE_S: Final = 0.05
 # How long the end of a lane waits until the peer has received the bye. A stopped peer
 # never receives it.
 LINGER_S: Final = 1.0
@@ -153,6 +151,8 @@ class UcxLane(Lane):
         # The number of payload messages that have not ended.
         self._sends = 0
         self._peer_has_left = False
+        # Whether it waits to send its hello, or ended while it did.
+        self._is_queued = False
         self._payloads = 0
         self._next_sent = FIRST_PAYLOAD
         self._next_received = FIRST_PAYLOAD
@@ -167,7 +167,12 @@ class UcxLane(Lane):
 
     @property
     def description(self) -> str:
-        """Return the transports that UCX has chosen."""
+        """Return the transports that UCX has chosen, or what the lane waited for."""
+        if self._is_queued:
+            return (
+                f"UCX {self._own.version}, behind {ABANDONED_MAX} lanes whose peers "
+                "have not answered"
+            )
         if self._endpoint is None or not self._endpoint.transports:
             return f"UCX {self._own.version}"
         return f"UCX {self._own.version}: {', '.join(self._endpoint.transports)}"
@@ -202,10 +207,10 @@ class UcxLane(Lane):
     async def _reserved(self) -> None:
         """If UCX cannot free unanswered lanes, wait until one more may ask."""
         worker = self._worker
-        while worker.is_fragile and self._state is _State.GREETING:
-            if worker.context.reserve(worker):
-                return
-            await asyncio.sleep(RESERVE_S)
+        if worker.is_fragile:
+            self._is_queued = True
+            await worker.context.reserve(worker)
+            self._is_queued = False
 
     async def _answer(self) -> None:
         """Wait for the server's hello."""

@@ -149,7 +149,11 @@ class Lane(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """Return a name of the data path for the transport report, such as "cma"."""
+        """Return a name of the data path for the transport report, such as "cma".
+
+        It is also in the reason of a lane that did not open in time, and may then name
+        what the lane waited for.
+        """
 
     @abstractmethod
     async def join(self, bootstrap: bytes, handler: LaneHandler) -> None:

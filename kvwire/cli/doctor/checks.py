@@ -33,9 +33,10 @@ UNLIMITED: Final = -1
 # Numbers of capabilities(7): pin more memory than the limit; trace any process.
 CAP_IPC_LOCK: Final = 14
 CAP_SYS_PTRACE: Final = 19
-# The host's own namespaces have fixed numbers: PROC_PID_INIT_INO in the kernel's
-# include/linux/proc_ns.h.
+# The host's own namespaces have fixed numbers: PROC_PID_INIT_INO and
+# PROC_USER_INIT_INO in the kernel's include/linux/proc_ns.h.
 _PID_NAMESPACE_OF_HOST: Final = "pid:[4026531836]"
+_USERS_OF_HOST: Final = "user:[4026531837]"
 # Settings that affect transports. All others are left out of a report, so that they
 # cannot leak from it.
 _SETTINGS: Final = re.compile(
@@ -122,6 +123,13 @@ class HostFiles:
         status = _text(self.process / "status")
         found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
         return found is not None and bool(int(found[1], 16) >> capability & 1)
+
+    def namespace(self, kind: str) -> str:
+        """Return the process's namespace of a kind; "" if it is unknown."""
+        try:
+            return os.readlink(self.process / "ns" / kind)  # noqa: PTH115 - no path
+        except OSError:
+            return ""
 
 
 def check(host: HostFiles) -> tuple[Finding, ...]:
@@ -224,9 +232,12 @@ def _locked_memory(host: HostFiles) -> Judgement:
     limit = host.limit("Max locked memory")
     if limit is None:
         return "limit is not known here", ""
-    if limit == UNLIMITED or host.may(CAP_IPC_LOCK):
-        why = "" if limit == UNLIMITED else ": this process has CAP_IPC_LOCK"
-        return f"unlimited{why}", ""
+    if limit == UNLIMITED:
+        return "unlimited", ""
+    # Root of a rootless container has capabilities there, and none that RDMA looks for.
+    at_home = host.namespace("user") in ("", _USERS_OF_HOST)
+    if at_home and host.may(CAP_IPC_LOCK):
+        return "unlimited: this process has CAP_IPC_LOCK", ""
     if not any(host.rdma_ports()):
         return f"{in_bytes(limit)}; only RDMA would need more", ""
     return (
@@ -239,9 +250,8 @@ def _pid_namespace(host: HostFiles) -> Judgement:
     """Judge the PID namespace: processes in two namespaces cannot name each other."""
     container = host.container
     inside = f"in a container ({container})" if container else "in no known container"
-    try:
-        namespace = os.readlink(host.process / "ns/pid")  # noqa: PTH115 - no path
-    except OSError:
+    namespace = host.namespace("pid")
+    if not namespace:
         return f"not known here; {inside}", ""
     if namespace == _PID_NAMESPACE_OF_HOST:
         return f"the host's; {inside}", ""

@@ -220,7 +220,7 @@ class LaneSetup:
     ) -> None:
         await endpoint.lane.join(await bootstrap, self._handler)
         self._lanes.advance(endpoint, LaneInput.JOINED)
-        _check_description(endpoint)
+        _description(endpoint)
 
     def bootstrapped(self, event: LaneBootstrapped) -> None:
         """Join the server's endpoint, whose bootstrap has arrived."""
@@ -269,7 +269,7 @@ class LaneSetup:
             async with asyncio.timeout(timeout_s):
                 await endpoint.lane.join(event.bootstrap, self._handler)
                 self._lanes.advance(endpoint, LaneInput.JOINED)
-                _check_description(endpoint)
+                _description(endpoint)
                 bootstrap = _bootstrap_of(endpoint)
         except BaseException as exc:
             if endpoint is None:
@@ -391,9 +391,7 @@ class LaneSetup:
         else:
             self._services.counters.lanes_failed += 1
             if isinstance(exc, TimeoutError):
-                exc = BackendUnavailable(
-                    f"it did not open within {round(timeout_s, 2):g} s"
-                )
+                exc = _too_slow(endpoint, timeout_s)
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
                 exc = _unavailable(endpoint.backend, exc)
         reason = str(exc) or "cancelled"
@@ -426,8 +424,8 @@ def _bootstrap_of(endpoint: LaneEndpoint) -> bytes:
     raise BackendUnavailable(f"a bug of the backend: its bootstrap is {found}")
 
 
-def _check_description(endpoint: LaneEndpoint) -> None:
-    """Refuse a lane whose description is not a string."""
+def _description(endpoint: LaneEndpoint) -> str:
+    """Return a lane's description; refuse a lane for which it is not a string."""
     try:
         description: object = endpoint.lane.description
     except Exception as exc:
@@ -436,6 +434,17 @@ def _check_description(endpoint: LaneEndpoint) -> None:
         raise BackendUnavailable(
             f"a bug of the backend: its description is {description!r}"
         )
+    return description
+
+
+def _too_slow(endpoint: LaneEndpoint, timeout_s: float) -> BackendUnavailable:
+    """Return the error of a lane that has not opened in time."""
+    try:
+        description = _description(endpoint)
+    except BackendUnavailable as exc:
+        return exc
+    limit = f"{round(timeout_s, 2):g} s"
+    return BackendUnavailable(f"it did not open within {limit} ({description})")
 
 
 def _unavailable(name: str, exc: Exception) -> BackendUnavailable:

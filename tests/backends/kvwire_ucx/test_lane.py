@@ -176,6 +176,8 @@ async def test_lanes_that_are_left_are_few_even_if_they_wait_at_once() -> None:
     async with _fragile(ABANDONED_MAX + 3) as (lanes, workers, _):
         context = workers[0].context
         assert len(context.abandoned) == ABANDONED_MAX
+        assert all("behind 8 lanes" in lane.description for lane in lanes[-3:])
+        assert "behind" not in lanes[0].description
         with pytest.raises(BackendUnavailable, match=f"free {ABANDONED_MAX} lanes"):
             context.check_open()
         await asyncio.wait([lane.ended for lane in lanes])

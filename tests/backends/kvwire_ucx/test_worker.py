@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvwire.errors import BackendUnavailable
-from kvwire.limits import KIB, MIB
 from kvwire_ucx import worker as module
 from kvwire_ucx.binding import ERR_CANCELED
 from kvwire_ucx.bootstrap import UcxBootstrap
@@ -21,7 +19,6 @@ from kvwire_ucx.context import (
     Context,
     Resource,
     no_port_up,
-    too_little_to_lock,
 )
 from kvwire_ucx.library import ACTIVE, port_state
 from kvwire_ucx.requests import MemoryHandles
@@ -225,27 +222,6 @@ def test_no_worker_is_opened_while_no_port_is_up(
     assert no_port_up(states) == refused
 
 
-@pytest.mark.parametrize(
-    ("limit", "pinned_kib", "capabilities", "refused"),
-    [
-        (64 * KIB, 0, "0", r"may lock 64 KiB, .* raise `ulimit -l`"),
-        (8 * MIB, 0, "0", "may lock 8192 KiB"),
-        (128 * MIB, 100 * KIB, "0", r"131072 KiB, of which 102400 KiB are in use"),
-        (128 * MIB, 0, "0", ""),
-        (64 * KIB, 0, "1ffffffffff", ""),
-        (-1, 0, "0", ""),
-    ],
-    ids=["64K", "8M", "in use", "enough", "root", "unlimited"],
-)
-def test_no_worker_is_opened_for_which_rdma_may_lock_too_little(
-    limit: int, pinned_kib: int, capabilities: str, refused: str
-) -> None:
-    """UCX 1.13 would try to register its buffers for ever, on the event loop."""
-    status = f"Name:\tx\nVmPin:\t {pinned_kib} kB\nCapEff:\t{capabilities}\n"
-    found = too_little_to_lock(limit, status)
-    assert re.search(refused, found) if refused else not found
-
-
 def test_the_kernel_s_word_for_a_port(tmp_path: Path) -> None:
     (tmp_path / "mlx5_0/ports/1").mkdir(parents=True)
     (tmp_path / "mlx5_0/ports/1/state").write_text("4: ACTIVE\n")
@@ -271,5 +247,6 @@ async def test_workers_that_cannot_be_freed_are_kept_and_few() -> None:
     assert context.abandoned == kept
     for worker in kept:  # as this UCX can
         context.library.ucp.worker_destroy(worker.handle)
+        context.release(worker)
     context.abandoned.clear()
     context.library.ucp.cleanup(handle)

@@ -196,18 +196,26 @@ def test_nvidia_smi_is_asked_where_proc_knows_no_driver(
 
 
 @pytest.mark.parametrize(
-    ("link", "said", "remedy"),
+    ("name", "link", "said", "remedy"),
     [
-        ("pid:[4026531836]", "the host's; in no known container", ""),
-        ("pid:[4026532281]", "one of its own", "shareProcessNamespace"),
+        ("PID namespace", "pid:[4026531836]", "the host's; in no known container", ""),
+        (
+            "PID namespace",
+            "pid:[4026532281]",
+            "one of its own",
+            "shareProcessNamespace",
+        ),
+        ("locked memory", "user:[4026531837]", f"unlimited: {HAS}IPC_LOCK", ""),
+        ("locked memory", "user:[4026532281]", "at most 64 KiB", UNLIMIT),
     ],
 )
-def test_the_namespace_of_the_host_has_a_fixed_number(
-    link: str, said: str, remedy: str, tmp_path: Path
+def test_the_namespaces_of_the_host_have_fixed_numbers(
+    name: str, link: str, said: str, remedy: str, tmp_path: Path
 ) -> None:
-    (tree(tmp_path, limits()) / "proc/self/ns").mkdir()
-    (tmp_path / "proc/self/ns/pid").symlink_to(link)
-    (found,) = (f for f in check(HostFiles(root=tmp_path)) if f.name == "PID namespace")
+    (tree(tmp_path, IB | LOW | status(CAP_IPC_LOCK)) / "proc/self/ns").mkdir()
+    kind, _, _ = link.partition(":")
+    (tmp_path / "proc/self/ns" / kind).symlink_to(link)
+    (found,) = (f for f in check(HostFiles(root=tmp_path)) if f.name == name)
     assert said in found.text
     assert remedy in found.remedy
 
