@@ -26,8 +26,7 @@ import numpy as np
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, BlockLists
 from kvwire.kv.canonical import Canonical
-from kvwire.kv.codecs.base import Bytes
-from kvwire.kv.codecs.floats import FLOATS, as_floats, put_floats
+from kvwire.kv.codecs.floats import FLOATS, Bytes, as_floats, put_floats
 from kvwire.kv.codecs.rows import RowCodec
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.layout import AXES, AxisOrder, extents_of

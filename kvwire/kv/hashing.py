@@ -17,7 +17,6 @@ digest || salt)``.
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -137,68 +136,6 @@ class HashScheme:
             ("hash_block_tokens", str(self.block_tokens)),
             ("hash_seed", digest[:16]),
         )
-
-
-def salt_of(names: Sequence[str | None]) -> bytes:
-    """Return the salt of a request whose KV depends on more than its tokens.
-
-    Args:
-        names: The adapter, the user's ``cache_salt``, and whatever else it depends on.
-            If all are empty, so is the salt: the tokens alone name the blocks.
-    """
-    # As JSON, so that no two lists of names look the same: clients choose some of them.
-    return json.dumps(names).encode() if any(names) else b""
-
-
-def vllm_block_hashes(
-    tokens: Sequence[int], block_tokens: int, *, seed: str = "vllm-none-hash"
-) -> list[BlockHash]:
-    """Return the hashes that vLLM computes for the full blocks of a prompt.
-
-    With these, a :class:`kvwire.BlockPool` or an index uses the same names as vLLM's
-    own cache and KV events, provided that vLLM runs with ``--prefix-caching-hash-algo
-    sha256_cbor``. vLLM's events contain only the last 8 bytes of a hash, as a number,
-    unless ``VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0``. The hashes do not match for
-    prompts with an adapter, an image or a salt.
-
-    Args:
-        tokens: Token ids, 0 to 2**31 - 1.
-        block_tokens: vLLM's ``--block-size``.
-        seed: The engines' ``PYTHONHASHSEED``; by default the value that vLLM uses if
-            the variable is not set.
-
-    Raises:
-        UsageError: A token id is invalid, or the block size is out of range.
-    """
-    scheme = HashScheme(block_tokens)
-    _token_bytes(tokens)  # raises for an invalid token id
-    word = seed.encode()
-    link = sha256(_cbor_head(_CBOR_TEXT, len(word)) + word).digest()
-    begins = _cbor_head(_CBOR_ARRAY, 3) + _cbor_head(_CBOR_BYTES, len(link))
-    lists = _cbor_head(_CBOR_ARRAY, block_tokens)
-    hashes: list[BlockHash] = []
-    for start in range(0, len(tokens) - block_tokens + 1, scheme.block_tokens):
-        block = tokens[start : start + block_tokens]
-        numbers = b"".join(_cbor_head(_CBOR_NUMBER, int(one)) for one in block)
-        link = sha256(begins + link + lists + numbers + _CBOR_NULL).digest()
-        hashes.append(link)
-    return hashes
-
-
-# Kinds of CBOR items (RFC 8949): the upper three bits of an item's first byte.
-_CBOR_NUMBER = 0x00
-_CBOR_BYTES = 0x40
-_CBOR_TEXT = 0x60
-_CBOR_ARRAY = 0x80
-_CBOR_NULL: Final = b"\xf6"
-
-
-def _cbor_head(kind: int, number: int) -> bytes:
-    """Return the head of a CBOR item, in as few bytes as its number or length needs."""
-    if number < 24:
-        return bytes((kind | number,))
-    power = 0 if number < 2**8 else 1 if number < 2**16 else 2
-    return bytes((kind | 24 + power,)) + number.to_bytes(1 << power, "big")
 
 
 _TOKEN_BYTES: Final = 4

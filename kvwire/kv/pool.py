@@ -37,7 +37,7 @@ class BlockPool:
 
     One pool serves several cache groups of one block size: append the group's number to
     each hash, and count only blocks present in every group as hits. A name may be any
-    bytes; :func:`kvwire.kv.hashing.vllm_block_hashes` returns vLLM's names.
+    bytes.
 
     Args:
         num_blocks: The number of blocks in the cache.

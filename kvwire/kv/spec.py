@@ -265,32 +265,6 @@ class KVSpec:
         }
 
 
-def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
-    """Return for each local head which shard, as an index into ``there``, moves it.
-
-    Each head moves exactly once, and the result is in the order of the heads. If
-    several shards hold the same heads, this shard's rank picks one of them, so that
-    replicas share the load.
-
-    Raises:
-        UsageError: A head is held by no peer.
-    """
-    holders: dict[int, list[int]] = {}
-    for index, spec in enumerate(there):
-        common = overlap(here.heads, spec.heads)
-        if common:
-            holders.setdefault(common.start, []).append(index)
-    chosen: list[int] = []
-    head = here.heads.start
-    while head < here.heads.stop:
-        if head not in holders:
-            raise UsageError(f"shards: no peer of {len(there)} holds KV head {head}")
-        replicas = holders[head]
-        chosen.append(replicas[here.shard[0] % len(replicas)])
-        head = overlap(here.heads, there[chosen[-1]].heads).stop
-    return tuple(chosen)
-
-
 _NUMBERS: Final = (
     "layers",
     "kv_heads",

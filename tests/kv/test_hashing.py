@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
-from kvwire.kv.hashing import HashScheme, vllm_block_hashes
+from kvwire.kv.hashing import HashScheme
 from tests.support.depth import examples
 from tests.support.runs import python
 
@@ -49,18 +49,6 @@ def test_a_chain_goes_on_where_it_stopped(tokens: list[int], blocks: int) -> Non
     parent = whole[blocks - 1] if blocks else None
     rest = scheme.block_hashes(tokens[blocks * 4 :], parent=parent)
     assert whole[:blocks] + rest == whole
-
-
-def test_the_names_of_vllm() -> None:
-    """As vLLM 0.32 makes them; test_connector.py asks vLLM itself where it is."""
-    tokens = [5, 300, 70_000, 2**31 - 1, 1]
-    assert [one.hex() for one in vllm_block_hashes(tokens, 2)] == [
-        "cb2d5c7abc5566b2424a0714d5db7e7b2e71eb2cca7fac170fee40e76721b672",
-        "6fa0d025921ac6ebd4174aebcfa1dce112e57173179f303f0c9380967d317830",
-    ]
-    assert vllm_block_hashes(tokens, 2, seed="0") != vllm_block_hashes(tokens, 2)
-    with pytest.raises(UsageError, match="token id -1"):
-        vllm_block_hashes([-1], 1)
 
 
 def test_r44_another_process_finds_the_same() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
-from kvwire.kv.spec import DTYPE_BYTES, KVSpec, dtype_name, shard_sources
+from kvwire.kv.spec import DTYPE_BYTES, KVSpec, dtype_name
 from tests.support.depth import examples
 
 SPEC = KVSpec(layers=32, kv_heads=8, head_dim=128, block_tokens=16)
@@ -186,44 +186,3 @@ def test_pairs_carry_the_whole_spec(spec: KVSpec) -> None:
 def test_what_a_peer_says_is_checked(change: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         KVSpec.from_pairs(change(list(SPEC.to_pairs())))
-
-
-def group_of(heads: int, size: int) -> list[KVSpec]:
-    """Every shard of a tensor-parallel group, replicated where there are more."""
-    own = max(1, heads // size)
-    return [
-        replace(SPEC, kv_heads=own, shard=(rank, size), model_kv_heads=heads)
-        for rank in range(size)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("here", "rank", "there", "sources"),
-    [
-        (1, 0, 4, (0, 1, 2, 3)),
-        (2, 1, 4, (2, 3)),
-        (4, 3, 2, (1,)),
-        (4, 2, 4, (2,)),
-        (8, 5, 2, (1,)),
-        (2, 1, 16, (9, 11, 13, 15)),
-        (16, 3, 16, (3,)),
-    ],
-)
-def test_each_head_comes_from_one_shard(
-    here: int, rank: int, there: int, sources: tuple[int, ...]
-) -> None:
-    """Splits and merges; of replicas the one that this rank shares fairly."""
-    assert shard_sources(group_of(8, here)[rank], group_of(8, there)) == sources
-
-
-def test_mla_is_read_once() -> None:
-    """Decode ranks spread over the prefill ranks, each reading from one."""
-    latent = replace(SPEC, kv_heads=1, components=1)
-    there = [replace(latent, shard=(rank, 4)) for rank in range(4)]
-    found = [shard_sources(replace(latent, shard=(r, 8)), there) for r in range(8)]
-    assert found == [(rank % 4,) for rank in range(8)]
-
-
-def test_a_head_that_nobody_holds_is_named() -> None:
-    with pytest.raises(UsageError, match="no peer of 3 holds KV head 6"):
-        shard_sources(SPEC, group_of(8, 4)[:3])

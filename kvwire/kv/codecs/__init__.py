@@ -1,1 +1,1 @@
-"""Codecs of KV blocks, which store or send a block's bytes as fewer bytes."""
+"""Codecs of transfers, which send KV as fewer bytes."""

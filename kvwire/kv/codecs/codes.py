@@ -10,8 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kvwire.kv.codecs.base import Bytes
-from kvwire.kv.codecs.floats import E4M3_MAX, Floats, of_e4m3, to_e4m3
+from kvwire.kv.codecs.floats import E4M3_MAX, Bytes, Floats, of_e4m3, to_e4m3
 
 LARGEST: Final = {"fp8": E4M3_MAX, "int8": 127.0}
 """The largest number of each 8-bit code."""

@@ -8,8 +8,7 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.kv.codecs.base import Bytes
-
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 FLOATS: Final = frozenset({"bfloat16", "float16", "float32"})

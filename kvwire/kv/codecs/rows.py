@@ -3,9 +3,8 @@
 A transfer moves any part of a cache, in any order, to a cache that may have other block
 sizes or shards. So its codec works on *rows*, not blocks: a row is the elements of one
 head of one token. It is encoded to the same number of bytes whatever its values are,
-with its own scales after the codes. Tiers use codecs for whole blocks
-(:mod:`kvwire.kv.codecs.scaled`), which scale larger groups and may leave a block
-unchanged.
+with its own scales after the codes. The codecs of stored blocks are others: they
+scale larger groups, and may leave a block unchanged.
 
 =========  ============================  ====================  ================
 codec      codes                         then                  128 x bfloat16
@@ -28,7 +27,6 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from kvwire.errors import UsageError, nearest
-from kvwire.kv.codecs.base import Bytes
 from kvwire.kv.codecs.codes import (
     INT4_MAX,
     SCALE_MIN,
@@ -38,7 +36,7 @@ from kvwire.kv.codecs.codes import (
     to_codes,
     unpack_nibbles,
 )
-from kvwire.kv.codecs.floats import Floats
+from kvwire.kv.codecs.floats import Bytes, Floats
 
 TransferCodec: TypeAlias = Literal["fp8", "int8", "int4"]
 """The possible values of a transfer's ``codec=``."""

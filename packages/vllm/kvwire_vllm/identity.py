@@ -8,7 +8,6 @@ import sys
 from typing import Any, Final
 
 from kvwire.errors import UsageError
-from kvwire.kv.hashing import salt_of
 from kvwire_store.conventions import meaning_of, require_known
 from kvwire_store.weights import weights_name
 from kvwire_vllm.caches import layer_specs
@@ -37,7 +36,8 @@ def identity_of(request: Any) -> bytes:
         # where a picture is.
         place = getattr(getattr(feature, "mm_position", None), "offset", None)
         names += [getattr(feature, "identifier", None), str(place)]
-    return salt_of(names)
+    # As JSON, so that no two lists of names look the same: clients choose some of them.
+    return json.dumps(names).encode() if any(names) else b""
 
 
 def model_digest(vllm_config: Any) -> str:

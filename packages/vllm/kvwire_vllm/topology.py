@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvwire.errors import UsageError
-from kvwire.kv.spec import KVSpec, shard_sources
+from kvwire.kv.spec import KVSpec, overlap
 from kvwire_vllm.caches import CacheShape, stage_layers
 from kvwire_vllm.metadata import LoadPrompt, SendPrompt
 
@@ -152,6 +152,32 @@ def targets(spec: KVSpec, consumers: int, stages: int = 1) -> tuple[int, ...]:
         for index, there in enumerate(group_specs(spec, consumers, stages))
         if _share_layers(spec, there) and rank in shard_sources(there, group)
     )
+
+
+def shard_sources(here: KVSpec, there: list[KVSpec]) -> tuple[int, ...]:
+    """Return for each local head which shard, as an index into ``there``, moves it.
+
+    Each head moves exactly once, and the result is in the order of the heads. If
+    several shards hold the same heads, this shard's rank picks one of them, so that
+    replicas share the load.
+
+    Raises:
+        UsageError: A head is held by no peer.
+    """
+    holders: dict[int, list[int]] = {}
+    for index, spec in enumerate(there):
+        common = overlap(here.heads, spec.heads)
+        if common:
+            holders.setdefault(common.start, []).append(index)
+    chosen: list[int] = []
+    head = here.heads.start
+    while head < here.heads.stop:
+        if head not in holders:
+            raise UsageError(f"shards: no peer of {len(there)} holds KV head {head}")
+        replicas = holders[head]
+        chosen.append(replicas[here.shard[0] % len(replicas)])
+        head = overlap(here.heads, there[chosen[-1]].heads).stop
+    return tuple(chosen)
 
 
 def _share_layers(a: KVSpec, b: KVSpec) -> bool:

@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
     from kvwire.config import Config
     from kvwire.errors import UsageError
-    from kvwire.kv.hashing import vllm_block_hashes
+    from kvwire_vllm.block_names import vllm_block_hashes
     from kvwire_vllm.caches import (
         CacheShape,
         cache_shapes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ from kvwire_vllm.topology import (
     group_specs,
     lacking,
     rank_route,
+    shard_sources,
     sources,
     targets,
 )
@@ -128,3 +130,35 @@ def test_a_rank_meets_those_that_hold_what_it_holds() -> None:
     assert met(LoadPrompt, last, "a:1", "a:2", stages=2) == ("a:2",)
     # Without addresses: those of an engine like this one.
     assert met(SendPrompt, last) == ("",)
+
+
+@pytest.mark.parametrize(
+    ("here", "rank", "there", "found"),
+    [
+        (1, 0, 4, (0, 1, 2, 3)),
+        (2, 1, 4, (2, 3)),
+        (4, 3, 2, (1,)),
+        (4, 2, 4, (2,)),
+        (8, 5, 2, (1,)),
+        (2, 1, 16, (9, 11, 13, 15)),
+        (16, 3, 16, (3,)),
+    ],
+)
+def test_each_head_comes_from_one_shard(
+    here: int, rank: int, there: int, found: tuple[int, ...]
+) -> None:
+    """Splits and merges; of replicas the one that this rank shares fairly."""
+    assert shard_sources(ranks_of(8, (here, 1))[rank], ranks_of(8, (there, 1))) == found
+
+
+def test_mla_is_read_once() -> None:
+    """Decode ranks spread over the prefill ranks, each reading from one."""
+    latent = replace(ranks_of(1, (1, 1))[0], components=1)
+    there = [replace(latent, shard=(rank, 4)) for rank in range(4)]
+    found = [shard_sources(replace(latent, shard=(r, 8)), there) for r in range(8)]
+    assert found == [(rank % 4,) for rank in range(8)]
+
+
+def test_a_head_that_nobody_holds_is_named() -> None:
+    with pytest.raises(UsageError, match="no peer of 3 holds KV head 6"):
+        shard_sources(ranks_of(8, (1, 1))[0], ranks_of(8, (4, 1))[:3])

@@ -17,9 +17,9 @@ from kvwire.cli.bench import command, report
 from kvwire.cli.bench.command import COMMON, TCP, Common, Mebibytes, Shapes, within
 from kvwire.cli.bench.turns import Findings
 from kvwire.cli.main import main
-from kvwire.kv.codecs.registry import CODECS
 from kvwire.limits import MIB
 from kvwire.types import in_bytes
+from kvwire_store.codecs.registry import CODECS
 from tests.programs.bench import cost as costs
 from tests.programs.bench import counts as counting
 from tests.programs.bench import iperf3, targets

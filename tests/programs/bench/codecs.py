@@ -22,10 +22,10 @@ import kvwire
 from demo.book import Tokenizer, passages
 from demo.numpy_llama import Floats, NumpyLlama, Plain
 from kvwire.cli.bench.report import head, new_table, short
-from kvwire.kv.codecs.base import ImageForm, form_of
-from kvwire.kv.codecs.entry import decode_entry, encode_entry
 from kvwire.kv.codecs.floats import as_floats, put_floats
-from kvwire.kv.codecs.registry import codec_named
+from kvwire_store.codecs.base import ImageForm, form_of
+from kvwire_store.codecs.entry import decode_entry, encode_entry
+from kvwire_store.codecs.registry import codec_named
 
 # Sets of images by name, with the tokens of a block: of the demo's model, of the same
 # with a prompt as one block, and numbers of a normal distribution.

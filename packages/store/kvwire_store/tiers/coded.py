@@ -27,11 +27,12 @@ import numpy as np
 from kvwire.aio import gather_all
 from kvwire.errors import IntegrityError, UsageError
 from kvwire.kv.blocks import Ids
-from kvwire.kv.codecs.base import BlockCodec, Bytes, form_of
-from kvwire.kv.codecs.entry import decode_entry, encode_entry
-from kvwire.kv.codecs.registry import codec_named
+from kvwire.kv.codecs.floats import Bytes
 from kvwire.kv.fragments import Fragments
 from kvwire_store.address import TierAddress
+from kvwire_store.codecs.base import BlockCodec, form_of
+from kvwire_store.codecs.entry import decode_entry, encode_entry
+from kvwire_store.codecs.registry import codec_named
 from kvwire_store.images import views_of
 from kvwire_store.namespace import ORDERS, Namespace
 from kvwire_store.threads import Threads

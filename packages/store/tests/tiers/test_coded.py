@@ -16,8 +16,8 @@ pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 import obstore.store
 
 from kvwire import BackendUnavailable, KVSpec, UsageError
-from kvwire.kv.codecs.registry import CODECS
 from kvwire_store import BlockStore, StoreServer
+from kvwire_store.codecs.registry import CODECS
 from kvwire_store.tiers.disk import DiskTier
 from tests.support.caches import Filled, chain
 
@@ -151,7 +151,7 @@ async def test_an_entry_that_cannot_be_decoded_is_a_miss(
         # Without asking for it nobody knows before the get.
         _, (missing,) = await get(tiers())
         assert "could not read it: codec zstd-planes needs zstandard" in missing
-    monkeypatch.setattr("kvwire.kv.codecs.entry._BY_NUMBER", {})
+    monkeypatch.setattr("kvwire_store.codecs.entry._BY_NUMBER", {})
     async with BlockStore.open(tiers()) as store:
         into = Filled(16, SPEC)
         outcome = await store.get(chain(len(IDS)), into.cache, IDS)

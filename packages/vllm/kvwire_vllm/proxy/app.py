@@ -29,7 +29,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
 from kvwire.limits import KIB
-from kvwire.security.web_pages import why_foreign
 from kvwire.types import is_loopback
 from kvwire_vllm.proxy.admission import Admission, TooMany
 from kvwire_vllm.proxy.body import Refused, decoded, read_body
@@ -57,6 +56,7 @@ from kvwire_vllm.proxy.moving import STAYED, Moves
 from kvwire_vllm.proxy.policy import AT_ONCE
 from kvwire_vllm.proxy.stopping import Ending
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState, fleet_view
+from kvwire_vllm.proxy.web_pages import why_foreign
 from kvwire_vllm.references import UNSIGNED, References
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")

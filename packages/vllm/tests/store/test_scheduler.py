@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvwire.kv.hashing import HashScheme, salt_of
+from kvwire.kv.hashing import HashScheme
 from kvwire_vllm.store.scheduler import StoreScheduler
 from packages.vllm.tests.support import fakes
 from packages.vllm.tests.support.fakes import BLOCK_TOKENS, Cached, New, Output
@@ -41,7 +42,8 @@ class Store:
 
 def hashes_of(request: Request) -> list[bytes]:
     """The names of its blocks for somebody who has only its tokens and its salt."""
-    salt = salt_of(["", getattr(request, "cache_salt", None) or ""])
+    given = getattr(request, "cache_salt", None)
+    salt = json.dumps(["", given]).encode() if given else b""
     return HashScheme(BLOCK_TOKENS).block_hashes(request.all_token_ids, salt=salt)
 
 

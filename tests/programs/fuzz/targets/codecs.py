@@ -14,10 +14,10 @@ import numpy as np
 import zstandard
 
 from kvwire.errors import IntegrityError
-from kvwire.kv.codecs.base import form_of
-from kvwire.kv.codecs.entry import decode_entry, encode_entry
-from kvwire.kv.codecs.registry import CODECS
 from kvwire.kv.spec import KVSpec
+from kvwire_store.codecs.base import form_of
+from kvwire_store.codecs.entry import decode_entry, encode_entry
+from kvwire_store.codecs.registry import CODECS
 
 _CODECS: Final = tuple(CODECS.values())
 _AXES: Final = ("layer", "kv", "token", "head", "dim")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvwire.errors import UsageError, nearest, shown
-from kvwire.kv.codecs.base import BlockCodec
-from kvwire.kv.codecs.planes import PlanesCodec
-from kvwire.kv.codecs.scaled import NibbleCodec, ScaledCodec
+from kvwire_store.codecs.base import BlockCodec
+from kvwire_store.codecs.planes import PlanesCodec
+from kvwire_store.codecs.scaled import NibbleCodec, ScaledCodec
 
 CODECS: Final[Mapping[str, BlockCodec]] = {
     codec.name: codec

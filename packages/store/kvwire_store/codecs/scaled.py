@@ -24,7 +24,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import IntegrityError
-from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
 from kvwire.kv.codecs.codes import (
     INT4_MAX,
     of_codes,
@@ -33,7 +32,8 @@ from kvwire.kv.codecs.codes import (
     to_codes,
     unpack_nibbles,
 )
-from kvwire.kv.codecs.floats import FLOATS, Floats, as_floats, put_floats
+from kvwire.kv.codecs.floats import FLOATS, Bytes, Floats, as_floats, put_floats
+from kvwire_store.codecs.base import BlockCodec, ImageForm
 
 Halves: TypeAlias = npt.NDArray[np.float16]
 

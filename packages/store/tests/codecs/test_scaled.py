@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import IntegrityError
-from kvwire.kv.codecs.base import BlockCodec, ImageForm
 from kvwire.kv.codecs.floats import E4M3_MAX, as_floats, of_e4m3, put_floats, to_e4m3
-from kvwire.kv.codecs.registry import CODECS
-from tests.kv.codecs.images import ORDERS, floats, form, image
+from kvwire_store.codecs.base import BlockCodec, ImageForm
+from kvwire_store.codecs.registry import CODECS
+from packages.store.tests.codecs.images import ORDERS, floats, form, image
 from tests.support.depth import examples
 
 LOSSY = [codec for codec in CODECS.values() if codec.lossy]

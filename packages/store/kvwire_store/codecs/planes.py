@@ -21,7 +21,8 @@ import numpy as np
 
 from kvwire.errors import IntegrityError
 from kvwire.extras import needed_by
-from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
+from kvwire.kv.codecs.floats import Bytes
+from kvwire_store.codecs.base import BlockCodec, ImageForm
 
 _LENGTH: Final = np.dtype("<u4")
 # Types whose exponent would be split over two bytes because of the sign bit.
@@ -109,13 +110,13 @@ def _turn_back(image: Bytes, form: ImageForm) -> None:
 
 
 def _zstd() -> Any:
-    with needed_by("codec zstd-planes", extra="codecs"):
+    with needed_by("codec zstd-planes", extra="codecs", distribution="kvwire-store"):
         import zstandard  # noqa: PLC0415 - an extra
     return zstandard
 
 
 def _lz4() -> Any:
-    with needed_by("codec lz4-planes", extra="codecs"):
+    with needed_by("codec lz4-planes", extra="codecs", distribution="kvwire-store"):
         import lz4.block  # noqa: PLC0415 - an extra
     return lz4.block
 

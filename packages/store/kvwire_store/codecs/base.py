@@ -21,15 +21,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from typing import ClassVar, Final, TypeAlias
+from typing import ClassVar, Final
 
-import numpy as np
-import numpy.typing as npt
-
+from kvwire.kv.codecs.floats import Bytes
 from kvwire.kv.layout import extents_of
 from kvwire.kv.spec import DTYPE_BYTES, DType, KVSpec
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 FORM_BYTES: Final = 8
 

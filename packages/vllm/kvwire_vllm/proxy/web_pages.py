@@ -11,15 +11,12 @@ from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 
-def why_foreign(
-    headers: Mapping[str, str], remedy: str, *, by_name: bool = False
-) -> str:
+def why_foreign(headers: Mapping[str, str], remedy: str) -> str:
     """Return why a page of another host may have sent a request; "" if none has.
 
     Args:
         headers: The request's headers, with names in small letters.
         remedy: The operator's remedy if the server has a public name.
-        by_name: Whether the server may have a public name, since TLS proves it.
     """
     host = headers.get("host", "")
     origin = headers.get("origin")
@@ -32,8 +29,6 @@ def why_foreign(
     if not of_this_server:
         return f"origin {origin}: no page of another host may ask for this"
     # The owner of a public name can point it to 127.0.0.1; public names contain a dot.
-    if by_name:
-        return ""
     if "." in name and not (name.endswith(".localhost") or _is_address(name)):
         return f"host {host}: ask 127.0.0.1, or {remedy}"
     return ""

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import IntegrityError, UsageError
-from kvwire.kv.codecs.base import BlockCodec, Bytes, ImageForm
-from kvwire.kv.codecs.entry import HEAD_BYTES, decode_entry, encode_entry
-from kvwire.kv.codecs.planes import PlanesCodec
-from kvwire.kv.codecs.registry import CODECS, codec_named
-from tests.kv.codecs.images import DTYPES, ORDERS, form, image
+from kvwire.kv.codecs.floats import Bytes
+from kvwire_store.codecs.base import BlockCodec, ImageForm
+from kvwire_store.codecs.entry import HEAD_BYTES, decode_entry, encode_entry
+from kvwire_store.codecs.planes import PlanesCodec
+from kvwire_store.codecs.registry import CODECS, codec_named
+from packages.store.tests.codecs.images import DTYPES, ORDERS, form, image
 from tests.support.depth import examples
 
 LOSSLESS = [codec for codec in CODECS.values() if not codec.lossy]

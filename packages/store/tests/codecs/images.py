@@ -8,9 +8,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.kv.codecs.base import Bytes, ImageForm, form_of
-from kvwire.kv.codecs.floats import FLOATS, as_floats, put_floats
+from kvwire.kv.codecs.floats import FLOATS, Bytes, as_floats, put_floats
 from kvwire.kv.spec import DTYPE_BYTES, KVSpec
+from kvwire_store.codecs.base import ImageForm, form_of
 
 ORDERS: Final = tuple(itertools.permutations(("layer", "kv", "token", "head", "dim")))
 DTYPES: Final = tuple(sorted(DTYPE_BYTES))

@@ -19,8 +19,9 @@ import numpy as np
 import xxhash
 
 from kvwire.errors import IntegrityError
-from kvwire.kv.codecs.base import FORM_BYTES, BlockCodec, Bytes, ImageForm
-from kvwire.kv.codecs.registry import CODECS
+from kvwire.kv.codecs.floats import Bytes
+from kvwire_store.codecs.base import FORM_BYTES, BlockCodec, ImageForm
+from kvwire_store.codecs.registry import CODECS
 
 HEAD_BYTES: Final = 40
 

@@ -1,0 +1,1 @@
+"""Codecs of stored blocks, found by name."""
