@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from kvwire.security.keys import write_key_file
 from kvwire_certify.conformance.rig import open_descriptors
 from tests.security.test_keys import MALFORMED
 from tests.support import inside
+from tests.support.caches import Memory
 from tests.support.pairs import SCHEMES, anywhere, communicators, connected, until
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc/net is Linux's")
@@ -438,3 +440,29 @@ async def test_cancelling_close_and_closing_again() -> None:
         assert len(await pair.left.recv(1)) == 1 << 20
         await again
         assert not inside.drivers(pair.far)
+
+
+async def closing(count: int) -> int:
+    """The calls, of Python and of C, of a close with so many published requests."""
+    calls = 0
+
+    def seen(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    cache = Memory().cache
+    async with kvwire.open() as comm:
+        held = [comm.publish(number, cache, [number % 4]) for number in range(count)]
+        sys.setprofile(seen)
+        try:
+            await comm.close()
+        finally:
+            sys.setprofile(None)
+    assert all(one.is_drained for one in held)
+    return calls
+
+
+async def test_a_close_takes_the_same_for_each_published_request() -> None:
+    few, many = await closing(200), await closing(2000)
+    assert many <= 11 * few
+    assert many <= 2000 * 90

@@ -562,3 +562,14 @@ async def test_a_tier_without_room_says_what_small_blocks_waste(
             await store.put(hashes[some.start : some.stop], source.cache, some)
     (message,) = caplog.messages
     assert "lacks room: blocks of 512 bytes can use 12.5% of it" in message
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 16_384, 65_536, 1 << 20])
+async def test_blocks_fill_a_tier(block_bytes: int) -> None:
+    count, dim = (32 << 20) // block_bytes, block_bytes // 32
+    spec = KVSpec(layers=1, kv_heads=1, head_dim=dim, block_tokens=16, dtype="uint8")
+    cache = PagedCache(spec, [np.zeros((count, 2, 16, 1, dim), np.uint8)])
+    async with BlockStore.open(["memory:32MiB"]) as store:
+        assert (await store.put(chain(count), cache, range(count))).complete
+        (kept,) = store.stats().values()
+        assert kept.blocks == count

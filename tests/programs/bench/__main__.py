@@ -18,12 +18,10 @@ from kvwire.cli.bench.command import COMMON, TCP, Common, Mebibytes, Shapes, wit
 from kvwire.cli.bench.turns import Findings
 from kvwire.cli.main import main
 from kvwire.limits import MIB
-from kvwire.types import in_bytes
 from kvwire_store.codecs.registry import CODECS
-from tests.programs.bench import cost as costs
 from tests.programs.bench import counts as counting
-from tests.programs.bench import iperf3, targets
-from tests.programs.bench.peer import ALL_PEERS, PEERS, interpreters, joined
+from tests.programs.bench import iperf3
+from tests.programs.bench.peer import ALL_PEERS, INSTALL, NIXL, interpreters, joined
 
 Pythons = Annotated[
     tuple[Path, ...],
@@ -43,30 +41,21 @@ def fragments(
     *,
     peers: str = "all",
     peer_python: Pythons = (),
-    targets_json: Output = None,
     shapes: Annotated[Shapes, Parameter(name="*")] = _SHAPES,
     common: Common = COMMON,
 ) -> int:
-    """``kvwire bench fragments`` beside other libraries, and what is aimed at.
+    """``kvwire bench fragments`` beside NIXL and iperf3.
 
     Args:
-        peers: Of nixl, mooncake and iperf3, separated by commas; or all, or none. One
-            that is not installed is named with how to install it.
-        peer_python: Interpreters in which the peers are looked for, before this one.
-        targets_json: A file for the ratios and their targets.
+        peers: Of nixl and iperf3, separated by commas; or all, or none. One that is
+            not installed is named with how to install it.
+        peer_python: Interpreters in which NIXL is looked for, before this one.
         shapes: What is moved.
         common: Options that every benchmark has.
     """
     names = {"all": ALL_PEERS, "none": ()}.get(peers, tuple(peers.split(",")))
     plan = joined(shapes.benchmark(common), names, interpreters(peer_python), TCP)
-    found = command.measure(plan, common, **asdict(shapes))
-    verdicts = list(targets.judge(found))
-    report.show(
-        targets.render(verdicts),
-        lambda: targets.document(verdicts),
-        json=targets_json,
-    )
-    return _status(found)
+    return _status(command.measure(plan, common, **asdict(shapes)))
 
 
 @app.command
@@ -140,34 +129,6 @@ def store(
 
 
 @app.command
-def cost(
-    *,
-    transport: str = "tcp",
-    rounds: Rounds = 3,
-    round_mib: Mebibytes = 64,
-    json: Output = None,
-) -> int:
-    """Memory of connections and transfers, CPU of both sides, stalls of the loop.
-
-    Args:
-        transport: Transports that join two processes, separated by commas.
-        rounds: How often everything is measured, in new processes each time.
-        round_mib: MiB of a transfer; it goes in fragments of 4 KiB.
-        json: Write every answer, and what ran where, to this file; - is the output.
-
-    Returns:
-        1 if a transport failed.
-    """
-    transports = transport.split(",")
-    settings = {"transport": transports, "rounds": rounds, "round_mib": round_mib}
-    with report.progress_bar(costs.steps(transports, rounds)) as progress:
-        found = costs.cost(transports, round_mib * MIB, rounds, progress)
-    table = costs.render(found, in_bytes(round_mib * MIB))
-    report.show(table, lambda: costs.document(found, settings), json=json)
-    return int(any(result.failure for result in found))
-
-
-@app.command
 def counts(
     *, transport: str = "tcp", memory: str = "", only: str = "", top: int = 0
 ) -> None:
@@ -179,7 +140,7 @@ def counts(
         only: Operations with this in their name.
         top: Functions of each to show, those first that take the most time themselves.
     """
-    for name, work in counting.works().items():
+    for name, work in command.operations().items():
         if only in name:
             found = asyncio.run(counting.count(work, transport, memory))
             print(f"{name}: {found}", *found.functions[:top], sep="\n  ")
@@ -207,26 +168,6 @@ def codecs(*, codec: str = "all", rounds: Rounds = 5, json: Output = None) -> No
     report.show(
         coding.render(found), lambda: coding.document(found, settings), json=json
     )
-
-
-@app.command
-def sizes(
-    *,
-    tier_mib: Annotated[int, within(1, 65_536)] = 1024,
-    requests: Annotated[int, within(1, 1_000_000)] = 100_000,
-    blocks: Annotated[int, within(1, 1_000_000)] = 300_000,
-) -> None:
-    """What large numbers cost: blocks kept, published requests that end, offers.
-
-    Args:
-        tier_mib: MiB of the memory tier that is filled.
-        requests: Requests that are open when their communicator closes.
-        blocks: Blocks that are offered at once.
-    """
-    from tests.programs.bench import sizes as large
-
-    found = asyncio.run(large.sizes(tier_mib * MIB, requests, blocks))
-    report.show(large.render(found), lambda: None, json=None)
 
 
 @app.command
@@ -269,8 +210,7 @@ def prefills(
 @app.command
 def install() -> None:
     """How to install the peers."""
-    for peer in PEERS.values():
-        print(f"{peer.name}: {peer.install}")
+    print(f"{NIXL}: {INSTALL}")
     print(f"iperf3: {iperf3.INSTALL}")
 
 

@@ -5,24 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvwire.cli.bench.command import operations
 from kvwire.cli.bench.line import Seconds, Turn
 from kvwire.cli.bench.sides import Left, Right, opened
-from kvwire.cli.bench.work import CONNECT, Work
+from kvwire.cli.bench.work import Work
 from tests.support.counting import Counts, Tally, counting
-
-
-def works() -> dict[str, Work]:
-    """Return the operations whose two sides are those of one connection."""
-    every = operations().items()
-    return {name: work for name, work in every if work.verb != CONNECT}
 
 
 async def count(work: Work, transport: str, memory: str = "") -> Counts:
     """Count what one operation consists of, with caches in this kind of memory."""
-    options = {"transport": transport, "memory": memory}
     async with opened("left") as here, opened("right") as there:
         where = await there.listen("tcp://127.0.0.1:0")
+        options = {"transport": transport, "memory": memory, "address": str(where)}
         connection = await here.connect(where, transport=transport)
         left = Counted(here, connection, options)
         right = Right(there, await there.accept(), options)

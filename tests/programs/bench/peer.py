@@ -1,15 +1,15 @@
-"""Peers that are libraries: which there are, how to get them, and where they stand.
+"""NIXL beside kvwire, and iperf3: how to get them, and which work they can do.
 
-A peer need not be installed beside kvwire. Each is looked for in the interpreters that
-the user names, then in this one; what is found nowhere is named with how to install it.
+NIXL need not be installed beside kvwire. It is looked for in the interpreters that the
+user names, then in this one; if it is found nowhere, how to install it is said.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +19,7 @@ from kvwire.cli.bench.pair import BenchError, Contender
 from kvwire.cli.bench.turns import Benchmark, Case, Missing
 from tests.programs.bench import iperf3
 
-# Loads the programs as a package without kvwire around it; behind what is installed,
+# Loads the program as a package without kvwire around it; behind what is installed,
 # since a module here may be called like one of those.
 PROGRAM: Final = (
     f"import sys; sys.path.append({str(Path(__file__).parent)!r}); "
@@ -27,71 +27,9 @@ PROGRAM: Final = (
 )
 # A cold import of torch is not even tried: the module is only looked for.
 _PROBE_TIMEOUT_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
-    """A library that moves fragments; its program has its name."""
-
-    name: str
-    # Its top-level one.
-    module: str
-    install: str
-    # Environments to run it with, by what is added to its name.
-    settings: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {"": {}})
-
-    def interpreter(self, candidates: Sequence[str]) -> str | None:
-        """The first interpreter that has it."""
-        return next((c for c in candidates if _has(c, self.module)), None)
-
-    def contender(self, setting: str, interpreter: str, pool_bytes: int) -> Contender:
-        """Make the two processes of one setting, stopped while it is not their turn.
-
-        Some peers poll for as long as they live, and would take the CPU from others.
-        """
-        return Contender(
-            f"{self.name} {setting}".rstrip(),
-            f"{self.name}:left",
-            f"{self.name}:right",
-            environment=self.settings[setting],
-            command=(interpreter, "-c", PROGRAM),
-            options={"pool_bytes": pool_bytes},
-            is_paused=True,
-        )
-
-    @property
-    def missing(self) -> Missing:
-        """What to say where no interpreter has it."""
-        return Missing(
-            self.name,
-            f"{self.install}; if that is in another environment, name its interpreter "
-            "with --peer-python",
-        )
-
-
-PEERS: Final = {
-    peer.name: peer
-    for peer in (
-        Peer(
-            name="nixl",
-            module="nixl_cu12",
-            install="pip install nixl-cu12 numpy (brings torch; --no-deps will do)",
-            settings=UCX,
-        ),
-        Peer(
-            name="mooncake",
-            module="mooncake",
-            install=(
-                "pip install mooncake-transfer-engine-non-cuda numpy, and "
-                "apt-get install libibverbs1 libnuma1 libcurl4"
-            ),
-            # One batch of everything, as everybody else gets; it refuses that at some
-            # thousand fragments, so a second one goes in batches that it takes.
-            settings={"": {}, "by 1024": {"BENCH_BATCH": "1024"}},
-        ),
-    )
-}
-ALL_PEERS: Final = (*PEERS, iperf3.NAME)
+NIXL: Final = "nixl"
+INSTALL: Final = "pip install nixl-cu12 numpy (brings torch; --no-deps will do)"
+ALL_PEERS: Final = (NIXL, iperf3.NAME)
 
 
 def interpreters(named: Sequence[Path]) -> list[str]:
@@ -100,6 +38,11 @@ def interpreters(named: Sequence[Path]) -> list[str]:
         if not _has(str(path), "json"):
             raise BenchError(f"--peer-python {path}: this is not a Python")
     return [*map(str, named), sys.executable]
+
+
+def interpreter(candidates: Sequence[str]) -> str | None:
+    """The first interpreter that has NIXL."""
+    return next((one for one in candidates if _has(one, "nixl_cu12")), None)
 
 
 def _has(interpreter: str, module: str) -> bool:
@@ -119,13 +62,29 @@ def _has(interpreter: str, module: str) -> bool:
     return done.returncode == 0
 
 
+def contender(setting: str, interpreter: str, pool_bytes: int) -> Contender:
+    """Make the two processes of one setting, stopped while it is not their turn.
+
+    They poll for as long as they live, and would take the CPU from others.
+    """
+    return Contender(
+        f"{NIXL} {setting}",
+        f"{NIXL}:left",
+        f"{NIXL}:right",
+        environment=UCX[setting],
+        command=(interpreter, "-c", PROGRAM),
+        options={"pool_bytes": pool_bytes},
+        is_paused=True,
+    )
+
+
 def joined(
     benchmark: Benchmark, names: Sequence[str], candidates: Sequence[str], wire: str
 ) -> Benchmark:
     """Let each of these take part that is installed, beside the work that it can do.
 
-    Libraries move blocks of caches, of cases with their wire; iperf3 stands beside
-    rates over TCP. ``wire`` is that of cases without a group.
+    NIXL moves blocks of caches, of cases with its wire; iperf3 stands beside rates over
+    TCP. ``wire`` is that of cases without a group.
     """
     blocks = [
         case.work
@@ -144,11 +103,14 @@ def joined(
             streams += [] if absent else [iperf3.contender()]
             missing += [absent] if absent else []
         elif blocks:
-            peer = PEERS[name]
-            found = peer.interpreter(candidates)
-            missing += [] if found else [peer.missing]
-            for setting in peer.settings if found else ():
-                one = peer.contender(setting, str(found), pool_bytes)
+            found = interpreter(candidates)
+            if found is None:
+                elsewhere = "in another environment, name its interpreter with"
+                remedy = f"{INSTALL}; if that is {elsewhere} --peer-python"
+                missing.append(Missing(NIXL, remedy))
+                continue
+            for setting in UCX:
+                one = contender(setting, found, pool_bytes)
                 team.append((SAME_HOST if setting == "shm" else TCP, one))
 
     def beside(case: Case) -> list[Contender]:
