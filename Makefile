@@ -47,7 +47,7 @@ PACKAGE ?=
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router test-llamacpp test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-targets
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router llamacpp test-llamacpp test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -205,9 +205,12 @@ test-vllm-router: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m pytest packages/vllm/tests/test_engines.py \
 	  -k router_of_others $(ARGS)
 
-# Sessions of llama.cpp's own server.
-test-llamacpp: $(STAMP)
-	$(INSTALL) $(VENV) --no-deps $(LLAMACPP)
+# llama.cpp's own server, which has no build for every processor.
+llamacpp: $(STAMP)
+	@$(INSTALL) $(VENV) --no-deps $(LLAMACPP)
+
+# Sessions of that server.
+test-llamacpp: llamacpp
 	$(BIN)/python -m pytest packages/engines/tests/llamacpp $(ARGS)
 	$(BIN)/python -m pytest tests/programs/bench/test_sessions.py \
 	  packages/certify/tests/test_targets.py -k 'sessions or llamacpp or reported or never_comes'

@@ -151,8 +151,7 @@ class Acceptor:
             logger.log(self._level(exc, remote), "%s: refused: %s", remote, exc)
             return
         try:
-            async with asyncio.timeout(timeout_s):
-                await connection._driver.lane_setup.wait_initial_set()
+            await connection._driver.lane_setup.wait_initial_set()
         except TimeoutError:
             connection.abort(f"no transport for the data within {timeout_s:g} s")
             return

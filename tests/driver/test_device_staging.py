@@ -37,6 +37,7 @@ from tests.support.simulated_device import (
     SimulatedDevice,
     SimulatedStream,
 )
+from tests.test_aio import no_more_threads
 
 SOURCE = [7, 3, 39, 20, 21, 22, 0, 11, 30, 31, 5, 1]
 TARGET = [2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24]
@@ -61,6 +62,18 @@ async def drained(*ends: Outgoing | Incoming) -> None:
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     async with connected(request.param, chunk_bytes=64 * KIB) as made:
         yield made
+
+
+async def test_a_lack_of_threads_is_no_failure_of_the_device(
+    pair: Pair, near: SimulatedDevice, far: SimulatedDevice
+) -> None:
+    """It passes: the next transfer works."""
+    source, target = Cache(near), Cache(far, seed=None)
+    with no_more_threads(), pytest.raises(BackendUnavailable, match="ulimit -u"):
+        await pair.right.pull("t", target.paged, TARGET)
+    out, inc = begin(pair, source, target)
+    assert (await inc).complete
+    await drained(out, inc)
 
 
 @pytest.mark.parametrize("target_layout", list(LAYOUTS))

@@ -55,8 +55,11 @@ class LaneSetup:
         self._handler = handler
         self._services = owner.services
         self._patience_s = owner.services.config.handshake_timeout_s
-        # Server: tasks that open the lanes that the client has requested.
+        # Server: tasks that open the lanes that the client has requested, how many it
+        # has requested, and the limits of those for which its endpoint is not ready.
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asked = 0
+        self._unready: dict[int, asyncio.TimerHandle] = {}
         # Client: the peer's bootstrap for the lane that is being opened, the task that
         # joins this lane, the first transport that worked, how many of its lanes
         # opened, and how often the server has since refused one.
@@ -239,6 +242,7 @@ class LaneSetup:
 
     def asked(self, event: LaneAsked) -> None:
         """Join the client's endpoint, in a separate task."""
+        self._asked += 1
         task = start_task(self._answer(event))
         self._tasks.add(task)  # bounded: LANES_MAX
         task.add_done_callback(self._answered)
@@ -248,6 +252,7 @@ class LaneSetup:
         if not event.lane:
             self._end_initial_set()
             return
+        self._forget_limit(event.lane)
         endpoint = self._lanes.find(event.lane)
         if endpoint is None:
             self._services.counters.lanes_raised += 1
@@ -285,7 +290,26 @@ class LaneSetup:
             return
         if endpoint.state is LaneState.JOINED:
             self._core.lanes.answer(number, bootstrap)
+            late = self._services.loop.call_later(
+                timeout_s, self._end_unready, endpoint, timeout_s
+            )
+            self._unready[number] = late  # bounded: LANES_MAX
             self._owner.run()
+
+    def _end_unready(self, endpoint: LaneEndpoint, timeout_s: float) -> None:
+        """End a lane for which the client's endpoint is not ready in time.
+
+        The client may have more patience, and then uses its next transport now.
+        """
+        self._forget_limit(endpoint.number)
+        if endpoint.state is LaneState.JOINED:
+            given_up = self._give_up(endpoint, TimeoutError(), timeout_s)
+            self._lanes.failed[endpoint.backend] = str(given_up)
+
+    def _forget_limit(self, number: int) -> None:
+        late = self._unready.pop(number, None)
+        if late is not None:
+            late.cancel()
 
     def _answered(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -294,10 +318,18 @@ class LaneSetup:
     async def wait_initial_set(self) -> None:
         """On the server, wait until the client has opened its lanes or has gone.
 
+        Raises:
+            TimeoutError: The client has no lane that opens, and has not requested one
+                for ``handshake_timeout_s``.
+
         Cancel safety: safe, it only watches.
         """
-        if self._needed:
-            await asyncio.shield(self._initial_set)
+        while self._needed and not self._initial_set.done():
+            asked = self._asked
+            await asyncio.wait([self._initial_set], timeout=self._patience_s)
+            opening = self._tasks or self._unready or self._asked > asked
+            if not opening and not self._initial_set.done():
+                raise TimeoutError
 
     # --- both -------------------------------------------------------------------------
 
@@ -309,6 +341,9 @@ class LaneSetup:
         if bootstrap is not None:
             self._refusals += 1
             bootstrap.set_exception(BackendUnavailable(reason))
+        elif self._bootstrap is not None and self._bootstrap[0] == event.lane:
+            if self._joining is not None:
+                self._joining.cancel()
         elif not self._initial_set.done():
             name = self._core.lanes.backend(event.lane)
             if name in lanes.possible:
@@ -333,6 +368,8 @@ class LaneSetup:
             self._reconnector.cancel()
         if self._asking_again is not None:
             self._asking_again.cancel()
+        for number in list(self._unready):
+            self._forget_limit(number)
         self._active.end()
         if not self._initial_set.done():
             self._initial_set.set_result(None)
@@ -390,7 +427,10 @@ class LaneSetup:
             exc = exc if _is_cancelled() else ended
         else:
             self._services.counters.lanes_failed += 1
-            if isinstance(exc, TimeoutError):
+            if isinstance(exc, asyncio.CancelledError) and not _is_cancelled():
+                why = endpoint.reason or "it ended"
+                exc = BackendUnavailable(f"the peer: {why}")
+            elif isinstance(exc, TimeoutError):
                 exc = _too_slow(endpoint, timeout_s)
             elif isinstance(exc, Exception) and not isinstance(exc, KVWireError):
                 exc = _unavailable(endpoint.backend, exc)

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Final, TypeAlias
 
 from kvwire.errors import begin_thread
@@ -43,6 +43,9 @@ class CopyEngine:
         call_soon: Schedules a call on the loop, from any thread.
         slot_bytes: The most bytes that are moved at once.
 
+    Raises:
+        BackendUnavailable: A thread cannot be started; nothing is left of the engine.
+
     Attributes:
         failed: The reason if the device has failed, which is permanent; else "".
         kept: What failed copies may still touch; it is never freed.
@@ -53,10 +56,15 @@ class CopyEngine:
         self.slot_bytes = slot_bytes
         self.failed = ""
         self.kept: list[object] = []
-        self.outbound: WatchedStream = WatchedStream(ops, call_soon, "out of")
-        self.inbound: WatchedStream = WatchedStream(ops, call_soon, "into")
-        self._gathered: Fragments = self.outbound.stream.buffer(slot_bytes)
-        self._packed: Fragments = self.inbound.stream.buffer(slot_bytes)
+        # The threads start here, where a lack of them is no failure of the device yet.
+        with ExitStack() as undo:
+            self.outbound: WatchedStream = WatchedStream(ops, call_soon, "out of")
+            undo.callback(self.outbound.close)
+            self.inbound: WatchedStream = WatchedStream(ops, call_soon, "into")
+            undo.callback(self.inbound.close)
+            self._gathered: Fragments = self.outbound.stream.buffer(slot_bytes)
+            self._packed: Fragments = self.inbound.stream.buffer(slot_bytes)
+            undo.pop_all()
 
     @property
     def landed(self) -> Event:
@@ -68,7 +76,7 @@ class CopyEngine:
 
         Keep both alive and unchanged until ``done`` is called on the loop.
         """
-        stream = self.outbound.begin()
+        stream = self.outbound.stream
         if len(source) > RUNS_MAX:
             gathered = self._gathered.slice(0, source.nbytes)
             stream.gather(source, gathered)
@@ -78,7 +86,7 @@ class CopyEngine:
 
     def to_device(self, slot: memoryview, into: Fragments, done: Done) -> None:
         """Copy a pinned slot into device memory of the same length; as ``to_host``."""
-        stream = self.inbound.begin()
+        stream = self.inbound.stream
         if len(into) > RUNS_MAX:
             packed = self._packed.slice(0, into.nbytes)
             stream.to_device(slot, packed)
@@ -141,7 +149,7 @@ class StreamWaiters:
         stream = event.recorded_on if isinstance(event, Event) else source
         with self._lock:
             waiter = self._serving.get(stream) or self._least_busy()
-            waiter.watched.begin().wait(event)
+            waiter.watched.stream.wait(event)
 
             def fired(error: Exception | None) -> None:
                 with self._lock:
@@ -185,23 +193,23 @@ class _Waiter:
 class WatchedStream:
     """A device stream, and the thread that reports its events.
 
+    Call ``watch`` after queueing work on the stream.
+
+    Raises:
+        BackendUnavailable: The thread cannot be started.
+
     Attributes:
         last: The last event that has fired.
     """
 
     def __init__(self, ops: DeviceOps, call_soon: CallSoon, name: str) -> None:
-        self.stream: Stream = ops.stream()
         self.last: Event | None = None
         self._completions = CompletionThread(f"kvwire {name} {ops.device}", call_soon)
-
-    def begin(self) -> Stream:
-        """Return the stream; call ``watch`` after queueing work on it.
-
-        Raises:
-            BackendUnavailable: The thread that reports its end cannot be started.
-        """
-        self._completions.begin()
-        return self.stream
+        try:
+            self.stream: Stream = ops.stream()
+        except BaseException:
+            self._completions.close()
+            raise
 
     def watch(self, done: Done) -> None:
         """Call ``done`` on the loop when all work queued so far has ended."""
@@ -230,30 +238,18 @@ class CompletionThread:
         name: The thread's name.
         call_soon: Schedules a call on the loop, from any thread; raises RuntimeError
             once the loop is closed.
+
+    Raises:
+        BackendUnavailable: No thread can be started.
     """
 
     def __init__(self, name: str, call_soon: CallSoon) -> None:
-        self._name = name
         self._call_soon = call_soon
         self._queue: queue.SimpleQueue[tuple[Event, Done] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._fired: list[tuple[Done, Exception | None]] = []
-        self._thread: threading.Thread | None = None
         self._closed = False
-
-    def begin(self) -> None:
-        """Start the thread, once. Thread-safe.
-
-        Raises:
-            BackendUnavailable: No thread can be started.
-        """
-        with self._lock:
-            if self._thread is None:
-                thread = threading.Thread(
-                    target=self._run, name=self._name, daemon=True
-                )
-                begin_thread(thread)
-                self._thread = thread
+        begin_thread(threading.Thread(target=self._run, name=name, daemon=True))
 
     def watch(self, event: Event, done: Done) -> None:
         """Call ``done`` on the loop when the event has fired. Thread-safe."""

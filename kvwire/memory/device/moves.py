@@ -32,14 +32,18 @@ class DeviceMoves:
         self, ops: DeviceOps, call_soon: CallSoon, passing_bytes: int = PASSING_BYTES
     ) -> None:
         self._way = WatchedStream(ops, call_soon, "within")
-        self._passing: Fragments = self._way.stream.buffer(passing_bytes)
+        try:
+            self._passing: Fragments = self._way.stream.buffer(passing_bytes)
+        except BaseException:
+            self._way.close()
+            raise
 
     def move(self, source: Fragments, into: Fragments, done: Done) -> None:
         """Queue a copy between pieces with the same total number of bytes.
 
         Keep both alive and unchanged until ``done`` is called on the loop.
         """
-        stream = self._way.begin()
+        stream = self._way.stream
         step = self._passing.nbytes
         for begin in range(0, source.nbytes, step):
             nbytes = min(step, source.nbytes - begin)

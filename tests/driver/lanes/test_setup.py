@@ -142,6 +142,23 @@ async def test_a_lane_that_hangs_leaves_time_for_the_next_transport(
     assert float(found[1]) <= 0.01 * PATIENCE_S
 
 
+async def test_the_end_with_less_patience_ends_a_lane_and_not_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server's ``handshake_timeout_s`` is over before the client's share of its."""
+    use(monkeypatch, HangingLane, "client")
+    monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE_LAST", 0.01)
+    patient: dict[str, Any] = {**BESIDE, "handshake_timeout_s": 86_400}
+    server: dict[str, Any] = {**BESIDE, "handshake_timeout_s": PATIENCE_S / 4}
+    async with communicators(patient, server) as (near, far):
+        connection = await near.connect(await far.listen("127.0.0.1:0"))
+        accepted = await far.accept()
+        assert connection.transport == accepted.transport == "tcp"
+        for end in (connection, accepted):
+            why = reasons(end.transport_report)["inproc"]
+            assert "did not open within 0.15 s" in why
+
+
 def _raises(_: Lane) -> str:
     raise ZeroDivisionError("a bug")
 

@@ -20,6 +20,7 @@ from kvwire.memory.device.copy_engine import (
     CopyEngine,
     StreamWaiters,
 )
+from kvwire.memory.device.device_copies import DeviceCopies
 from kvwire.memory.device.ops import Event
 from tests.support.simulated_device import LibraryEvent, SimulatedArray, SimulatedDevice
 from tests.test_aio import no_more_threads
@@ -74,17 +75,26 @@ def pieces(array: SimulatedArray, device: SimulatedDevice, count: int) -> Fragme
     )
 
 
-def test_a_copy_whose_end_no_thread_would_report_is_not_queued(
-    device: SimulatedDevice, copy_engine: CopyEngine
+def test_a_lack_of_threads_is_met_before_the_first_copy(
+    device: SimulatedDevice, loop: Loop
 ) -> None:
-    """It would run on, in memory that nothing holds for it."""
-    array = device.array(np.zeros(PIECE_BYTES, np.uint8))
+    """A copy whose end no thread reports would run on, in memory that nothing holds."""
+    copies = DeviceCopies()
+    with no_more_threads():
+        with pytest.raises(BackendUnavailable, match="ulimit -u"):
+            CopyEngine(device, loop.call_soon, PIECE_BYTES)
+        with pytest.raises(BackendUnavailable, match="ulimit -u"):
+            copies.open(device.device)
+    array = device.array(np.full((2, PIECE_BYTES), 7, np.uint8))
     slot = device.pinned(PIECE_BYTES)
-    slot[:] = bytes([7]) * PIECE_BYTES
-    with no_more_threads(), pytest.raises(BackendUnavailable, match="ulimit -u"):
-        copy_engine.to_device(slot, pieces(array, device, 1), lambda _: None)
-    copy_engine.inbound.stream.record().synchronize()
-    assert not array.read().any()
+    engine = CopyEngine(device, loop.call_soon, PIECE_BYTES)
+    with no_more_threads():
+        engine.to_host(pieces(array, device, 1), slot, lambda _: None)
+        loop.turn()
+    assert bytes(slot) == bytes([7]) * PIECE_BYTES
+    copies.open(device.device)
+    engine.close()
+    copies.close()
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -297,7 +307,6 @@ class Gate(Event):
 @pytest.fixture
 def completions(loop: Loop) -> Iterator[CompletionThread]:
     made = CompletionThread("completions", loop.call_soon)
-    made.begin()
     yield made
     made.close()
 
@@ -375,7 +384,6 @@ def test_who_raises_takes_nothing_from_the_others(
 
 def test_close_waits_for_what_is_watched(loop: Loop) -> None:
     completions = CompletionThread("completions", loop.call_soon)
-    completions.begin()
     gate = Gate()
     told: list[Exception | None] = []
     completions.watch(gate, told.append)
@@ -393,7 +401,6 @@ def test_a_closed_loop_is_no_error() -> None:
         raise RuntimeError("Event loop is closed")
 
     completions = CompletionThread("completions", call_soon)
-    completions.begin()
     gate = Gate()
     gate.fire()
     told: list[Exception | None] = []

@@ -230,7 +230,8 @@ def index() -> str:
 
 def page(topic: Topic) -> str:
     """One topic: each of its names with its signature, its docstring, an example."""
-    names = [described(name, _links(), block(name)) for name in topic.names]
+    links = _links()
+    names = [described(name, links, block(name, links.pages)) for name in topic.names]
     text = f"{topic.text} [Other topics](../api.md)."
     return "\n\n".join((f"# {topic.title}", text, INTRODUCTION, *names)) + "\n"
 

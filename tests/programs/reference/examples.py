@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import textwrap
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -67,13 +67,13 @@ ELSEWHERE: Final = {
 """Names whose example is a program of the tree, which has tests of its own."""
 
 
-def block(name: str) -> str:
-    """The example of a name as Markdown."""
+def block(name: str, pages: Mapping[str, str]) -> str:
+    """The example of a name as Markdown; ``pages`` has the place of each name."""
     if name in ELSEWHERE:
         return f"Example: [{ELSEWHERE[name]}](../../../{ELSEWHERE[name]})."
     first = next(one for one in EXAMPLES if EXAMPLES[one] is EXAMPLES[name])
     if first != name:
-        return f"Example: below [`{first.rpartition('.')[2]}`](#{first})."
+        return f"Example: below [`{first.rpartition('.')[2]}`]({pages[first]})."
     source = inspect.getsource(EXAMPLES[name])
     body = source.partition(") -> None:\n")[2]
     code = textwrap.dedent(body).strip()

@@ -249,8 +249,8 @@ def _require(where: str, file: Path, what: str, found: Any, wanted: Any) -> None
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor of the safetensors in a folder, as a view of its file."""
-    for path in sorted(folder.glob("*.safetensors")):
+    """Yield each tensor that transformers reads in a folder, as a view of its file."""
+    for path in _files(folder):
         with path.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
             if size > path.stat().st_size:
@@ -271,6 +271,18 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
                     tuple(entry["shape"]),
                 ),
             )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the safetensors that transformers reads; others may lie beside them."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
+    found = sorted(folder.glob("*.safetensors"))
+    if index.exists():
+        listed = {*json.loads(index.read_bytes())["weight_map"].values()}
+        found = [path for path in found if path.name in listed]
+    return found
 
 
 def _same_values(tensor: Any, values: Any, order: Any) -> bool:

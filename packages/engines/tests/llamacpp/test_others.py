@@ -182,6 +182,40 @@ async def test_a_folder_that_is_cut_or_of_another_form_is_refused(
     assert str(other) in await refusal(model, other, tmp_path)
 
 
+@pytest.mark.parametrize("divided", [False, True])
+async def test_files_beside_those_of_the_model_are_not_compared(
+    *, divided: bool, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Such as the same weights under the names of another format."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    whole = other / "model.safetensors"
+    shutil.copy(whole, other / "consolidated.safetensors")
+    (other / "adapter.safetensors").write_bytes(b"of another form")
+    if divided:
+        size = int.from_bytes(whole.read_bytes()[:8], "little")
+        header = json.loads(whole.read_bytes()[8 : 8 + size])
+        part = "model-00001-of-00001.safetensors"
+        names = {name: part for name in header if name != "__metadata__"}
+        whole.rename(other / part)
+        index = other / "model.safetensors.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    async with (
+        BlockStore.open(["memory:64MiB"]) as store,
+        llama_server(model, tmp_path, "--kv", "f16") as server,
+        LlamaCppSessions(
+            store,
+            server.url,
+            server.folder,
+            others=["transformers"],
+            made_from=other,
+        ) as sessions,
+    ):
+        prompt = prompt_of(0, 64)
+        await prefilled("transformers", store, other, [prompt])
+        assert await sessions.get(0, prompt) == 48
+
+
 async def refusal(file: Path, folder: Path, at: Path) -> str:
     """Why a server's sessions refuse what transformers has stored for a folder."""
     why = []
