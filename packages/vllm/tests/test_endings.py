@@ -11,7 +11,6 @@ from kvwire_vllm.proxy.client import EngineClient, EngineFailed
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
-from kvwire_vllm.proxy.policy import AT_ONCE
 from packages.vllm.tests.support.proxies import ASK, saying
 
 JSON = b'{"choices":[{"text":"one two"}]}'
@@ -46,7 +45,7 @@ async def passed_on(answer: bytes) -> bytes:
     async with saying(answer) as heard, AsyncExitStack() as stack:
         stack.push_async_callback(client.close)
         where = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ("d:1",))
-        asking = Dispatcher(client, EngineFleet([], [where]), order=AT_ONCE)
+        asking = Dispatcher(client, EngineFleet([], [where]))
         request = ClientRequest("/v1/completions", dict(ASK))
         return await (await asking.ask(request, stack)).body(2**20)
 

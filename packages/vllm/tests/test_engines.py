@@ -281,7 +281,7 @@ def test_nobody_comes_for_it(pair: Found) -> None:
 
 
 def test_decode_frees_what_it_has_never_heard_of(pair: Found) -> None:
-    """By what the proxy sends for a client that has left, long before a lease ends."""
+    """By a request that computes the prompt itself, long before a lease ends."""
     took_s = []
     for seed in range(3):  # the machine may be busy
         said = pair.prefill.generate(

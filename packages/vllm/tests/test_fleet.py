@@ -13,7 +13,7 @@ from kvwire import UsageError
 from kvwire.directory import Record, open_directory
 from kvwire_vllm.announce import BOTH, DECODE, PREFILL
 from kvwire_vllm.proxy import client
-from kvwire_vllm.proxy.admission import RetryBudget
+from kvwire_vllm.proxy.budget import RetryBudget
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 
-from kvwire_vllm.proxy.admission import Admission
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
 from packages.vllm.tests.support.proxies import (
@@ -32,7 +31,7 @@ from packages.vllm.tests.support.proxies import (
 async def test_too_many_requests() -> None:
     may_answer = asyncio.Event()
     network = Engines(d1=when(may_answer), d2=when(may_answer))
-    application = app(network, admission=Admission(1))
+    application = app(network, running_max=1)
     asking = asyncio.ensure_future(post(application))
     await turns_until(lambda: len(network.asked) == 2)
     said = await post(application)

@@ -14,7 +14,6 @@ import pytest
 
 from kvwire.aio import start_task
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
-from kvwire_vllm.proxy.policy import AT_ONCE
 from packages.vllm.tests.support.proxies import (
     ASK,
     COUNT,
@@ -110,7 +109,7 @@ async def test_a_client_that_leaves_as_its_engine_fails() -> None:
     network = Engines(p1=when(asyncio.Event()), d1=fails)
     asked = ClientRequest(PATH, dict(ASK))
     async with AsyncExitStack() as stack:
-        dispatcher = Dispatcher(network, fleet, order=AT_ONCE)
+        dispatcher = Dispatcher(network, fleet)
         # Not at once, where tasks are eager: it is cancelled by its name.
         asking = start_task(dispatcher.ask(asked, stack))
         await asyncio.wait((asking,))

@@ -13,6 +13,7 @@ import pytest
 
 from kvwire.limits import MIB
 from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
+from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.moving import immovable_field
 from packages.vllm.tests.support.proxies import (
@@ -254,7 +255,7 @@ async def test_what_cannot_be_moved_is_said() -> None:
         409,
         "it cannot move with its 'seed'",
     )
-    assert (await operate(application, "/migrate", request="cmpl-9"))[0] == 404
+    assert (await operate(application, "/migrate", request="cmpl-9"))[0] == 400
     assert (await operate(application, "/migrate", engine="http://nobody"))[0] == 400
     await unmoved.aclose()
 
@@ -329,11 +330,12 @@ async def test_what_an_engine_says_of_its_answer_over_http(*, ends: bool) -> Non
     async with saying(said) as heard:
         there = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ())
         fleet = fleet_in_turns([], [there])
-        application = ProxyApp(fleet, ProxySettings(migrate=True))
-        async with application.running():
-            answered = await call(
-                application, "POST", "/v1/completions", json=ASK | {"stream": True}
-            )
+        engines = EngineClient()
+        application = ProxyApp(fleet, ProxySettings(migrate=True), client=engines)
+        answered = await call(
+            application, "POST", "/v1/completions", json=ASK | {"stream": True}
+        )
+        await engines.close()
     assert answered.headers["content-type"] == "text/event-stream"
     assert answered.headers["x-request-id"] == "r"
     assert ("broke off" in answered.text) is not ends

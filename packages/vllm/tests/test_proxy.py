@@ -13,7 +13,7 @@ import pytest
 
 from kvwire import UsageError
 from kvwire.aio import end_task
-from kvwire_vllm.proxy import dispatch, policy
+from kvwire_vllm.proxy import dispatch
 from kvwire_vllm.proxy.command import main
 from kvwire_vllm.proxy.engines import VllmServer, parse_engine
 from kvwire_vllm.references import UNSIGNED
@@ -28,7 +28,6 @@ from packages.vllm.tests.support.proxies import (
     breaks_off,
     broken,
     call,
-    fails,
     fine,
     post,
     refused,
@@ -38,7 +37,6 @@ from packages.vllm.tests.support.proxies import (
     waits,
     when,
 )
-from tests.support.pairs import turns
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -69,25 +67,6 @@ async def test_transfers_have_names_of_their_own_and_engines_take_turns() -> Non
     }
     assert len(ids) == 4
     assert sorted(engines.hosts()) == ["d1", "d1", "d2", "d2", "p1", "p1", "p2", "p2"]
-
-
-async def test_in_sequence_decode_waits_for_prefill_and_hears_where_the_kv_is() -> None:
-    """Such as in which of the engines that one server has."""
-    where = {"transfer_id": "x", "remote": ["p1:9"], "signature": "00"}
-    may_answer = asyncio.Event()
-
-    async def computed(_: dict[str, Any]) -> Said:
-        return answer(200, {"kv_transfer_params": where})
-
-    engines = Engines(p1=when(may_answer, computed))
-    asking = asyncio.ensure_future(post(app(engines, policy.IN_SEQUENCE)))
-    await turns_until(lambda: bool(engines.asked))
-    await turns(10)
-    assert engines.hosts() == ["p1"]
-    may_answer.set()
-    assert (await asking).status_code == 200
-    assert engines.hosts() == ["p1", "d1"]
-    assert engines.params("d1") == [where]
 
 
 @pytest.mark.parametrize("size", [1, 100_000])
@@ -123,11 +102,8 @@ async def test_at_once_nothing_says_that_prefill_has_computed_the_prompt() -> No
     assert engines.params("d1")[0]["computed"] is False
 
 
-@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-async def test_a_prompt_that_prefill_computes_and_does_not_send(
-    order: str, path: str
-) -> None:
+async def test_a_prompt_that_prefill_computes_and_does_not_send(path: str) -> None:
     """Decode is not left waiting for it; nobody has failed, so nobody is down."""
     given_up = asyncio.Event()
 
@@ -143,10 +119,10 @@ async def test_a_prompt_that_prefill_computes_and_does_not_send(
             given_up.set()
 
     engines = Engines(p1=keeps, d1=waits_for_kv)
-    application = app(engines, order)
+    application = app(engines)
     assert (await post(application, path=path)).json() == {"tokens": 9}
     assert engines.hosts()[-1] == "d1"
-    assert given_up.is_set() is (order == policy.AT_ONCE)
+    assert given_up.is_set()
     for engine in (await call(application, "GET", "/fleet")).json()["engines"]:
         assert (engine["state"], engine["failed"], engine["running"]) == ("up", 0, 0)
 
@@ -158,10 +134,9 @@ no_answer = says(NO_ANSWER, b"data: [DONE]\n\n")
 no_crlf_answer = says(b": hello\r\n", NO_ANSWER.replace(b"\n", b"\r\n"))
 
 
-@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
 @pytest.mark.parametrize("fails", [broken, no_answer, no_crlf_answer])
 async def test_a_decode_engine_that_fails_for_want_of_kv_is_asked_without(
-    order: str, fails: Handler
+    fails: Handler,
 ) -> None:
     """It is as well as ever, and answers alone; nobody is taken for down for it."""
 
@@ -169,7 +144,7 @@ async def test_a_decode_engine_that_fails_for_want_of_kv_is_asked_without(
         return await (fails if "kv_transfer_params" in body else fine)(body)
 
     engines = Engines(d1=lacks_kv)
-    application = app(engines, order)
+    application = app(engines)
     assert (await post(application)).json() == {"tokens": 9}
     assert engines.hosts().count("d1") == 2
     for engine in (await call(application, "GET", "/fleet")).json()["engines"]:
@@ -229,8 +204,7 @@ async def test_no_decode_engine_answers(
     assert (error["code"], error["message"]) == (status, why)
 
 
-@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
-async def test_engines_hear_who_asks(order: str) -> None:
+async def test_engines_hear_who_asks() -> None:
     """Keys of engines that want one, and what traces and logs go by; nothing else."""
     sent = {
         "authorization": "Bearer secret",
@@ -239,7 +213,7 @@ async def test_engines_hear_who_asks(order: str) -> None:
         "tracestate": "a=b",
     }
     engines = Engines()
-    said = await post(app(engines, order), headers={**sent, "cookie": "mine"})
+    said = await post(app(engines), headers={**sent, "cookie": "mine"})
     assert said.status_code == 200
     for host in ("p1", "d1"):
         heard = engines.headers[host]
@@ -289,12 +263,7 @@ async def test_an_engine_that_breaks_off_before_the_first_token() -> None:
     assert (await post(app(engines))).json() == {"tokens": 9}
 
 
-@pytest.mark.parametrize(
-    ("order", "engines"), [(policy.AT_ONCE, 2), (policy.IN_SEQUENCE, 1)]
-)
-async def test_a_client_that_goes_away_before_the_first_token(
-    order: str, engines: int
-) -> None:
+async def test_a_client_that_goes_away_before_the_first_token() -> None:
     """Nobody works for nobody, and no request is open."""
     stopped: list[str] = []
 
@@ -306,49 +275,18 @@ async def test_a_client_that_goes_away_before_the_first_token(
         raise AssertionError
 
     network = Engines(p1=waits, d1=waits)
-    application = app(network, order)
+    application = app(network)
     asking = asyncio.ensure_future(post(application))
-    await turns_until(lambda: len(network.asked) == engines)
+    await turns_until(lambda: len(network.asked) == 2)
     await end_task(asking)
-    assert stopped == ["one"] * engines
+    assert stopped == ["one"] * 2
     page = (await call(application, "GET", "/metrics")).text
     assert 'kvwire_proxy_requests_total{status="499"} 1.0' in page
     assert "\nkvwire_proxy_running 0.0" in page
     assert not re.findall(r"engine_running\{.*\} [1-9]", page)
     assert not (await call(application, "GET", "/fleet")).json()["requests"]
-    # Prefill has computed nothing, so there is nothing to free.
-    assert not network.freed
 
 
-@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
-async def test_a_client_that_goes_away_between_prefill_and_decode(order: str) -> None:
-    """Decode frees the prompt, of which it may not have heard: no lease has to end."""
-    network = Engines(d1=waits)
-    application = app(network, order)
-    asking = asyncio.ensure_future(post(application))
-    await turns_until(lambda: set(network.hosts()) == {"p1", "d1"})
-    await turns(100)  # prefill's answer is read
-    await end_task(asking)
-    await turns(100)
-    assert network.freed == ["d1"]
-
-
-@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
-@pytest.mark.parametrize(
-    ("decode", "freed"),
-    [(fails(400), ["d1"]), (fails(500), ["d1"]), (refused, ["d2"]), (fine, [])],
-)
-async def test_a_prompt_that_decode_does_not_take(
-    decode: Handler, freed: list[str], order: str
-) -> None:
-    network = Engines(d1=decode)
-    application = app(network, order)
-    await post(application)
-    await turns(100)
-    assert network.freed == freed
-
-
-@pytest.mark.parametrize("order", [policy.AT_ONCE, policy.IN_SEQUENCE])
 @pytest.mark.parametrize(
     ("status", "body"),
     [
@@ -361,11 +299,9 @@ async def test_a_prompt_that_decode_does_not_take(
         (200, b'{"kv_transfer_params":{"a":"\\ud800"}}'),
     ],
 )
-async def test_what_prefill_says_that_nobody_can_read(
-    order: str, status: int, body: bytes
-) -> None:
+async def test_what_prefill_says_that_nobody_can_read(status: int, body: bytes) -> None:
     engines = Engines(p1=says(body, status=status, headers={}), p2=refused)
-    assert (await post(app(engines, order))).status_code == 200
+    assert (await post(app(engines))).status_code == 200
     # Nothing, or what the proxy itself knows of the transfer.
     last = engines.params("d1")[-1]
     assert last is None or "remote" in last

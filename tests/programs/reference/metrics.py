@@ -12,7 +12,7 @@ import kvwire
 import kvwire_store
 from kvwire.observe.prometheus import CommunicatorCollector
 from kvwire_store.prometheus import StoreCollector
-from kvwire_vllm.proxy.admission import Admission, RetryBudget
+from kvwire_vllm.proxy.budget import RetryBudget
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
 from tests.programs.reference.words import table
@@ -43,7 +43,7 @@ def page() -> str:
 
 
 async def _page() -> str:
-    proxy = ProxyState(EngineFleet(), Admission(), RetryBudget())
+    proxy = ProxyState(EngineFleet(), RetryBudget())
     async with (
         kvwire.open() as communicator,
         kvwire_store.BlockStore.open(["memory:1MiB"], tenants=["a"]) as store,

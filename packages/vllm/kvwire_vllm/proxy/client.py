@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
@@ -31,7 +30,6 @@ import msgspec
 from yarl import URL
 
 from kvwire.aio import end_task, start_task
-from kvwire.errors import UsageError
 from kvwire_vllm.proxy.engines import VllmEngine
 from kvwire_vllm.proxy.limits import PROXY_HEALTH_BYTES_MAX
 
@@ -127,15 +125,9 @@ class EngineResponse:
 
 
 class EngineClient:
-    """Sends requests to engines, all on the loop of the first request.
+    """Sends requests to engines, all on the loop of the first request."""
 
-    Args:
-        ca_file: The certificates that sign those of engines behind ``https``, as PEM;
-            "" for the system's.
-    """
-
-    def __init__(self, ca_file: str | Path = "") -> None:
-        self._ssl = _trusting(ca_file) if ca_file else None
+    def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
 
     @asynccontextmanager
@@ -235,23 +227,13 @@ class EngineClient:
 
     def _new_session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=_KEPT_OPEN_S, ssl=self._ssl or True
-            ),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_OPEN_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
             # Uncompressed, since parts of an answer are passed on as they come.
             headers={"accept-encoding": "identity"},
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-
-
-def _trusting(ca_file: str | Path) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=ca_file)
-    except OSError as exc:  # an error of TLS is one too
-        why = exc.strerror or exc
-        raise UsageError(f"--engines-ca {ca_file}: {why}: pass a PEM file") from None
 
 
 @asynccontextmanager
@@ -293,7 +275,7 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
         ours = code in _OURS
         return EngineFailed(engine, why, reached=False, ours=ours)
     if isinstance(error, aiohttp.ClientResponseError):
-        text = parser_text(error.message)[:_QUOTED_CHARS]
+        text = _parser_text(error.message)[:_QUOTED_CHARS]
         why = f"its answer is not valid HTTP: {text}"
         return EngineFailed(engine, why)
     if isinstance(error, aiohttp.ClientPayloadError):
@@ -305,7 +287,7 @@ def _failure(engine: VllmEngine, error: Exception) -> EngineFailed:
     return EngineFailed(engine, why)
 
 
-def parser_text(message: str) -> str:
+def _parser_text(message: str) -> str:
     """Return aiohttp's text about malformed HTTP in one line, without the bytes."""
     lines = (line.strip() for line in message.splitlines())
     words = " ".join(line for line in lines if not line.startswith(_QUOTED))

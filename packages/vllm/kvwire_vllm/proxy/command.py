@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
+from aiohttp import web
+
+from kvwire.backend.sockets import listening_socket
 from kvwire.directory import Selector, open_directory
 from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.security.keys import read_key_file
-from kvwire_vllm.proxy.admission import Admission
 from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
-from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.engines import parse_engine
 from kvwire_vllm.proxy.fleet import EngineFleet
@@ -24,8 +27,6 @@ from kvwire_vllm.proxy.limits import (
     PROXY_STOP_S_MAX,
 )
 from kvwire_vllm.proxy.members import AllowedHosts
-from kvwire_vllm.proxy.policy import AT_ONCE, IN_SEQUENCE
-from kvwire_vllm.proxy.server import ProxyServer
 from kvwire_vllm.references import References
 
 
@@ -43,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keys = [read_key_file(options.psk_file)] if options.psk_file else []
         operator = options.operator_key_file
         operator_key = read_key_file(operator) if operator else b""
-        client = EngineClient(options.engines_ca)
         discovery: Discovery | None = None
         if options.directory:
             directory = open_directory(options.directory)
@@ -55,21 +55,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BackendUnavailable, ModuleNotFoundError) as exc:
         print(exc, file=sys.stderr)
         return 1
-    connections = options.running + PROXY_IDLE_MAX
     # A request needs its client's connection and two to engines; each engine is probed
     # too.
-    there = _have_descriptors(connections + 2 * options.running + MEMBERS_MAX)
+    _have_descriptors(3 * options.running + PROXY_IDLE_MAX + MEMBERS_MAX)
     settings = ProxySettings(
-        order=options.order,
         references=References(keys),
-        admission=Admission(options.running),
+        running_max=options.running,
         operator_key=operator_key,
         migrate=options.migrate,
     )
-    app = ProxyApp(fleet, settings, discovery=discovery, client=client)
-    where = options.host, options.port
-    connections = min(connections, there // 2)
-    return ProxyServer(app, *where, options.stop_s, connections).run()
+    proxy = ProxyApp(fleet, settings, discovery=discovery)
+    application = proxy.application()
+    application.cleanup_ctx.append(proxy.checking)
+    try:
+        listening = _listening(options.host, options.port)
+    except OSError as exc:
+        where = f"--host {options.host} --port {options.port}"
+        print(f"cannot listen at {where}: {exc.strerror}", file=sys.stderr)
+        return 1
+    web.run_app(
+        application,
+        sock=listening,
+        shutdown_timeout=options.stop_s,
+        handler_cancellation=True,  # of requests whose client has gone
+        access_log=None,
+        print=None,
+        loop=_loop(),
+    )
+    return 0
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    bare = host.removeprefix("[").removesuffix("]")
+    found = socket.getaddrinfo(bare, port, type=socket.SOCK_STREAM)
+    family, *_, address = found[0]
+    return listening_socket(family, address, _BACKLOG)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    if sys.platform == "win32":
+        return asyncio.new_event_loop()
+    import uvloop  # noqa: PLC0415 - not there on Windows
+
+    return uvloop.new_event_loop()
 
 
 def _unusable(options: argparse.Namespace) -> str:
@@ -88,20 +116,16 @@ def _unusable(options: argparse.Namespace) -> str:
     return ""
 
 
-def _have_descriptors(count: int) -> int:
-    """Raise the limit of open files towards `count`, since shells set it to 1024.
-
-    Return the limit afterwards.
-    """
+def _have_descriptors(count: int) -> None:
+    """Raise the limit of open files towards `count`, since shells set it to 1024."""
     if sys.platform == "win32":
-        return count
+        return
     import resource  # noqa: PLC0415 - Windows has none
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return wanted
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -114,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_BACKLOG: Final = 1024
 _ENGINE: Final = {
     "action": "append",
     "default": [],
@@ -150,25 +175,13 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
         "help": "streams of /v1/completions can go on at another engine: POST "
         "/migrate, POST /drain, and when an engine dies",
     },
-    "--engines-ca": {
-        "default": "",
-        "metavar": "FILE",
-        "help": "PEM certificates that sign those of engines behind https; without it, "
-        "the system's",
-    },
     "--host": {
         "default": "127.0.0.1",
-        "help": "an address or a name of this host; :: for all interfaces of IPv4 and "
-        "IPv6",
+        "help": "an address of this host; :: for all interfaces of IPv4 and IPv6",
     },
     "--port": {
         "type": int,
         "default": 8000,
-    },
-    "--order": {
-        "choices": (AT_ONCE, IN_SEQUENCE),
-        "default": AT_ONCE,
-        "help": "both engines at once, or decode when prefill has answered",
     },
     "--running": {
         "type": int,

@@ -2,10 +2,9 @@
 
 ::
 
-    at once       prefill and decode get the request together; decode waits for the KV
-    in sequence   decode gets the request once prefill has answered
-    alone         no prefill engine is up, and decode computes the prompt itself; or no
-                  decode engine is up, and a prefill engine answers
+    at once   prefill and decode get the request together; decode waits for the KV
+    alone     no prefill engine is up, and decode computes the prompt itself; or no
+              decode engine is up, and a prefill engine answers
 
 An engine that cannot be reached, or that breaks off before the answer has begun, costs
 another try; first the decode request of the failed try is cancelled, so that it does
@@ -34,11 +33,11 @@ from typing import Any, Final
 
 import msgspec
 
-from kvwire.aio import end_task, gather_all, start_task
+from kvwire.aio import end_task, gather_all
 from kvwire.spi import DECODE_ERRORS
 from kvwire_vllm.announce import DECODE, PREFILL
 from kvwire_vllm.metadata import answer as kv_params
-from kvwire_vllm.proxy.admission import RetryBudget
+from kvwire_vllm.proxy.budget import RetryBudget
 from kvwire_vllm.proxy.client import (
     EngineClient,
     EngineFailed,
@@ -51,10 +50,7 @@ from kvwire_vllm.proxy.limits import (
     PROXY_BODY_BYTES_MAX,
     PROXY_EVENT_BYTES_MAX,
     PROXY_FAILED_ON_MAX,
-    PROXY_RELEASE_S,
-    PROXY_RELEASES_MAX,
 )
-from kvwire_vllm.proxy.policy import IN_SEQUENCE
 from kvwire_vllm.references import UNSIGNED, References
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -103,24 +99,13 @@ class Dispatcher:
         client: EngineClient,
         fleet: EngineFleet,
         *,
-        order: str,
         references: References = UNSIGNED,
     ) -> None:
         self._client = client
         self._fleet = fleet
-        self._order = order
         self._references = references
         # Pays for retries.
         self.budget: RetryBudget = RetryBudget(fleet.clock)
-        self._releases: set[asyncio.Task[None]] = set()
-
-    async def close(self) -> None:
-        """Cancel the requests that are still sent without a client.
-
-        Cancel safety: call it again.
-        """
-        for task in [*self._releases]:
-            await end_task(task)
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
         """Get a request answered; return once the first part of the answer is here.
@@ -235,8 +220,7 @@ class Dispatcher:
         """
         if source is None:
             return await self._answer(to, asked, asked.body, attempt)
-        # In sequence, prefill reports where the KV is once it has computed it.
-        name = "" if self._order == IN_SEQUENCE else secrets.token_hex(16)
+        name = secrets.token_hex(16)
         body = for_prefill(asked.body, to.server, name, self._references)
         computed = asyncio.ensure_future(self._compute(source, asked, body, name))
         # Its answer comes at about the same time as decode's, and is not cancelled
@@ -244,21 +228,7 @@ class Dispatcher:
         attempt.push_async_callback(end_task, computed)
         body = for_decode(asked.body, source.server, name, self._references)
         asked.engines = (source.url, to.url)
-        if not name:
-            asked.waits_for = "the prompt's KV"
-            prompt = await computed
-            if prompt.refusal is not None:
-                return prompt.refusal
-            # Prefill itself knows which of its ranks has the KV, and where.
-            body["kv_transfer_params"] = prompt.params
-        found = None
-        if body["kv_transfer_params"]:
-            release = attempt.enter_context(contextlib.ExitStack())
-            release.callback(self._release, to, asked, body, computed)
-            found = await self._fetched(to, asked, body, computed, attempt)
-            if found is not None and not found.is_error:
-                release.pop_all()  # decode has fetched it, and frees it
-            release.close()
+        found = await self._fetched(to, asked, body, computed, attempt)
         return found or await self._answer(to, asked, asked.body, attempt)
 
     async def _fetched(
@@ -296,7 +266,7 @@ class Dispatcher:
     async def _compute(
         self, engine: VllmEngine, asked: ClientRequest, body: dict[str, Any], name: str
     ) -> _Computed:
-        """Let an engine compute a prompt; return where the KV is."""
+        """Let an engine compute a prompt, and send its KV."""
         with engine.at_work():
             async with self._client.ask(
                 engine, asked.path, asked.headers, body
@@ -315,8 +285,6 @@ class Dispatcher:
         if response.is_error:
             response.parts = _Chained(content)  # this releases its connection
             return _Computed(refusal=response)
-        # Python's decoder would accept half of a surrogate pair, which cannot be
-        # encoded again for decode.
         params = None
         with contextlib.suppress(*DECODE_ERRORS, AttributeError):
             params = msgspec.json.decode(content).get("kv_transfer_params")
@@ -324,11 +292,8 @@ class Dispatcher:
             return _Computed()
         asked.answer_tokens = _count(params.get("answer_tokens"))
         asked.answer_tokens_max = _count(params.get("answer_tokens_max"))
-        # Decode would wait in vain for a prompt of another connector, unless it has
-        # that connector too and gets the request after prefill's answer.
-        if name and params.get("transfer_id") != name:
-            return _Computed()
-        return _Computed(params)
+        # Decode would wait in vain for a prompt of another connector.
+        return _Computed(sends=params.get("transfer_id") == name)
 
     async def _answer(
         self,
@@ -348,60 +313,12 @@ class Dispatcher:
         await _begun(response)
         return response
 
-    # --- prompts that nobody wants any more -------------------------------------------
-
-    def _release(
-        self,
-        engine: VllmEngine,
-        asked: ClientRequest,
-        body: Mapping[str, Any],
-        computed: asyncio.Future[_Computed],
-    ) -> None:
-        """Let decode free a prompt that it may never have heard of.
-
-        Otherwise prefill would keep the blocks until its lease ends. If decode has
-        fetched the prompt, or is doing so, this changes nothing.
-        """
-        over = computed.done() and not computed.cancelled() and not computed.exception()
-        if not over or not computed.result().params:
-            return
-        # A request for the probabilities of the prompt's tokens fetches nothing, so the
-        # connector frees the prompt. One token is all that is computed.
-        freeing = {
-            "model": asked.body.get("model"),
-            "prompt": [0],
-            "max_tokens": 1,
-            "prompt_logprobs": 0,
-            "kv_transfer_params": body["kv_transfer_params"],
-        }
-        if len(self._releases) < PROXY_RELEASES_MAX:
-            task = start_task(self._free(engine, freeing, asked.headers))
-            self._releases.add(task)  # bounded: PROXY_RELEASES_MAX
-            task.add_done_callback(self._releases.discard)
-
-    async def _free(
-        self, to: VllmEngine, body: Mapping[str, Any], headers: Mapping[str, str]
-    ) -> None:
-        engine: VllmEngine | None = to
-        tried: set[VllmEngine] = set()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PROXY_RELEASE_S):
-                while engine is not None:
-                    with contextlib.suppress(EngineFailed):
-                        sent = self._client.ask(engine, COMPLETIONS, headers, body)
-                        async with sent as response:
-                            await response.body(PROXY_EVENT_BYTES_MAX)
-                            return
-                    tried.add(engine)  # bounded: engines
-                    engine = self._fleet.pick(DECODE, body, tried, to.model)
-
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
     """Prefill's answer."""
 
-    # Where the KV is; empty if prefill sends none.
-    params: Mapping[str, Any] = field(default_factory=dict)
+    sends: bool = False  # whether it sends the prompt's KV
     refusal: EngineResponse | None = None  # its answer to a request that is at fault
 
 
@@ -482,7 +399,7 @@ async def _first_of(
         prompt = computed.result()
         if prompt.refusal is not None:
             return prompt.refusal
-        if not prompt.params:
+        if not prompt.sends:
             return None
         await asyncio.wait((answer,))
     return answer.result()

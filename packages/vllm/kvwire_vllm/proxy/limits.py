@@ -7,7 +7,7 @@ from typing import Final
 from kvwire.limits import KIB, MIB
 
 # Requests at once, those that wait at an engine included: 10 KiB each, plus their
-# bodies.
+# bodies. Engines queue them.
 PROXY_RUNNING_MAX: Final = 2048
 # Running requests may take this long to end after SIGTERM. By default Kubernetes kills
 # the process 30 s after that.
@@ -25,27 +25,8 @@ PROXY_FAILED_ON_MAX: Final = 2
 # The body of a client's request: a prompt of a million tokens has 7 MB, pictures some
 # more.
 PROXY_BODY_BYTES_MAX: Final = 64 * MIB
-# The bodies of all running requests together. Each is kept until its answer ends, as
-# bytes and decoded, and encoded for two engines while it is sent.
-PROXY_BODIES_BYTES_MAX: Final = 512 * MIB
-# Values in a body: a number counts 1, an object or a list 8, since each costs 64 bytes
-# and more. A prompt of a million tokens uses 1/4 of it.
-PROXY_BODY_VALUES_MAX: Final = 4_194_304
-# The time for a body to arrive; each 64 KiB received add a second.
-PROXY_BODY_S: Final = 20.0
-PROXY_BODY_BYTES_PER_S: Final = 64 * KIB
-# The body of an operator's request: a name or two.
-PROXY_ORDER_BYTES_MAX: Final = 64 * KIB
-# A request's line, each of its headers, and their number: as much as nginx accepts.
-PROXY_HEADER_BYTES_MAX: Final = 8 * KIB
-PROXY_HEADERS_MAX: Final = 100
-# A connection without a complete request is closed after this time. Load balancers keep
-# idle connections for 60 s.
-PROXY_IDLE_S: Final = 75.0
-# Connections beyond those of running requests; above it, the oldest idle one is closed.
+# Connections beyond those of running requests, for the limit of open files.
 PROXY_IDLE_MAX: Final = 1024
-# A client that reads none of its answer for this long is disconnected.
-PROXY_UNREAD_S: Final = 60.0
 # An engine's answer to /health; vLLM sends only a status.
 PROXY_HEALTH_BYTES_MAX: Final = 64 * KIB
 # One event of a stream; the first one lists the prompt's tokens, and a million of those
@@ -55,7 +36,3 @@ PROXY_EVENT_BYTES_MAX: Final = 16 * MIB
 PROXY_MOVE_S: Final = 10.0
 # Requests moved at once from a drained engine: each costs its target a prompt's KV.
 PROXY_MOVES_MAX: Final = 8
-# How long decode has to free a prompt that nobody wants any more, and how many prompts
-# it frees at once; beyond these, prefill's lease does.
-PROXY_RELEASE_S: Final = 10.0
-PROXY_RELEASES_MAX: Final = 256

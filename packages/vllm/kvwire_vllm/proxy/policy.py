@@ -9,10 +9,6 @@ import xxhash
 
 from kvwire_vllm.proxy.engines import VllmEngine
 
-# The orders in which a request is sent to its two engines.
-AT_ONCE: Final = "at-once"
-IN_SEQUENCE: Final = "in-sequence"
-
 Choose: TypeAlias = Callable[[Sequence[VllmEngine], Mapping[str, Any]], VllmEngine]
 
 # How much of a prompt decides its engine: about the beginning of a system prompt.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -14,9 +15,14 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvwire_vllm.proxy.admission import Admission, RetryBudget
+from kvwire_vllm.proxy.budget import RetryBudget
 from kvwire_vllm.proxy.dispatch import ClientRequest
 from kvwire_vllm.proxy.fleet import EngineFleet
+from kvwire_vllm.proxy.limits import PROXY_RUNNING_MAX
+
+
+class TooMany(Exception):
+    """Reports that the proxy has no room for a request now."""
 
 
 @dataclass(slots=True)
@@ -24,8 +30,8 @@ class ProxyState:
     """The numbers that a proxy shows."""
 
     fleet: EngineFleet
-    admission: Admission
     budget: RetryBudget
+    running_max: int = PROXY_RUNNING_MAX
     ignored: Callable[[], int] = lambda: 0  # the number of unusable directory entries
     # Open requests, oldest first. bounded: PROXY_RUNNING_MAX
     requests: dict[ClientRequest, None] = field(default_factory=dict)
@@ -34,6 +40,24 @@ class ProxyState:
     # Results of streams that should continue at another engine: `"moved"`, `"stayed"`,
     # or `"recovered"` from an engine that died.
     moves: Counter[str] = field(default_factory=Counter)
+    running: int = 0  # requests that are read or answered
+    rejected: int = 0  # requests refused because there were too many
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Count a request until it is answered.
+
+        Raises:
+            TooMany: There are as many as there may be.
+        """
+        if self.running >= self.running_max:
+            self.rejected += 1
+            raise TooMany(f"{self.running} requests are running; try again later")
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
 
 
 class ProxyCollector(Collector):
@@ -58,13 +82,12 @@ class ProxyCollector(Collector):
                 metric.add_metric([str(key)], number)
             yield metric
         budget = state.budget
-        admitted = state.admission
         for name, text, family, value in (
             ("retries", "Tries beyond a request's first", _COUNTER, budget.spent),
             ("retries_refused", _REFUSED, _COUNTER, budget.refused),
-            ("rejected", "Requests rejected with 429", _COUNTER, admitted.rejected),
+            ("rejected", "Requests rejected with 429", _COUNTER, state.rejected),
             ("records_ignored", _IGNORED, _COUNTER, state.ignored()),
-            ("running", "Requests that are read or answered", _GAUGE, admitted.running),
+            ("running", "Requests that are read or answered", _GAUGE, state.running),
         ):
             yield family(f"kvwire_proxy_{name}", text, value=value)
         engines = state.fleet.engines

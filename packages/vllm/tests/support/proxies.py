@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import httpx
 from aiohttp import web
+from aiohttp.typedefs import Handler as Handling
 
 from kvwire.directory import Record
 from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
@@ -36,8 +37,7 @@ from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.members import AllowedHosts, read_member
-from kvwire_vllm.proxy.policy import AT_ONCE, Choose
-from kvwire_vllm.proxy.server import ProxyServer
+from kvwire_vllm.proxy.policy import Choose
 from tests.support.pairs import turns
 
 P1 = VllmServer("http://p1", ("p1:1",))
@@ -63,8 +63,6 @@ class Engines(EngineClient):
         self.dead: tuple[Handler, ...] = DEAD
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.sent: list[tuple[str, Any]] = []
-        # Decode engines that have freed a prompt.
-        self.freed: list[str] = []
         self.headers: dict[str, Mapping[str, str]] = {}
 
     @asynccontextmanager
@@ -77,18 +75,14 @@ class Engines(EngineClient):
         host = urlsplit(url).hostname or ""
         fields = dict(body) if isinstance(body, Mapping) else {}
         handler = self.handlers.get(host, fine)
-        frees = fields.get("prompt_logprobs") == 0 and "kv_transfer_params" in fields
-        if url.endswith("/health") or frees:
+        if url.endswith("/health"):
             dead = handler in self.dead or getattr(handler, "dead", False)
             handler = handler if dead else fine
         else:
             self.asked.append((host, fields))
             self.sent.append((urlsplit(url).path, body))
             self.headers[host] = headers
-        said = await handler(fields)
-        if frees:
-            self.freed.append(host)
-        yield said
+        yield await handler(fields)
 
     def hosts(self) -> list[str]:
         return [host for host, _ in self.asked]
@@ -264,7 +258,6 @@ def fleet_in_turns(
 
 def app(
     engines: Engines,
-    order: str = AT_ONCE,
     *,
     prefill: Sequence[VllmServer] = (P1, P2),
     decode: Sequence[VllmServer] = (D1, D2),
@@ -275,8 +268,7 @@ def app(
     before = fleet or fleet_in_turns(prefill, decode)
     names = {field.name for field in dataclasses.fields(ProxySettings)}
     chosen = {name: options.pop(name) for name in names & options.keys()}
-    settings = ProxySettings(order=order, **chosen)
-    return ProxyApp(before, settings, client=engines, **options)
+    return ProxyApp(before, ProxySettings(**chosen), client=engines, **options)
 
 
 def mover(
@@ -287,27 +279,26 @@ def mover(
     return app(network, prefill=(), decode=decode, migrate=True), network
 
 
-class _From(ProxyApp):
-    """A proxy whose clients seem to be at another address."""
-
-    def __init__(self, application: ProxyApp, remote: str) -> None:
-        self._application = application
-        self._remote = remote
-        self.ending = application.ending
-
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        return await self._application.handle(request.clone(remote=self._remote))
-
-
 @asynccontextmanager
-async def proxy(serves: Engines | ProxyApp, **options: Any) -> AsyncIterator[int]:
-    """The port of a proxy; before engines, it has one that decodes."""
-    served = serves
-    if not isinstance(served, ProxyApp):
-        served = app(served, prefill=(), decode=[D1])
-    server = ProxyServer(served, "127.0.0.1", 0, 1.0, **options)
-    async with server.serving() as port:
-        yield port
+async def proxy(serves: ProxyApp, remote: str = "", **more: Any) -> AsyncIterator[int]:
+    """The port of a proxy, whose clients seem to be at `remote` if that is given."""
+    application = serves.application()
+
+    @web.middleware
+    async def elsewhere(request: web.Request, handler: Handling) -> web.StreamResponse:
+        return await handler(request.clone(remote=remote))
+
+    if remote:
+        application.middlewares.insert(0, elsewhere)
+    runner = web.AppRunner(
+        application, handler_cancellation=True, access_log=None, **more
+    )
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
 
 
 @asynccontextmanager
@@ -315,9 +306,8 @@ async def user_of(
     application: ProxyApp, remote: str = ""
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a proxy, at another address if that is given."""
-    served = _From(application, remote) if remote else application
     async with (
-        proxy(served) as port,
+        proxy(application, remote) as port,
         httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}", verify=False, timeout=60
         ) as user,
