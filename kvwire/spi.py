@@ -10,7 +10,7 @@ the small ones below them), and these.
 ``RINGS``                 the loops whose events ``kvwire trace`` shows
 ``memory_here``           the memory of a window of plain bytes, if it is mapped here
 ``each_message``          calls a function with each message, in the callback
-``succeeded``             whether a request ended without an error
+``send_now``              sends a small message, if it need not wait
 ``when_released``         calls back once a request's memory is free
 ``common_version``        chooses a version of a protocol; ``version_mismatch`` refuses
 ``key_id``                names a pre-shared key without revealing it
@@ -20,9 +20,10 @@ the small ones below them), and these.
 """
 
 from kvwire.endpoint.communicator import Communicator, services_of
+from kvwire.endpoint.connection import send_now
 from kvwire.endpoint.message_sink import each_message
 from kvwire.endpoint.remote_window import memory_here
-from kvwire.endpoint.request import succeeded, when_released
+from kvwire.endpoint.request import when_released
 from kvwire.endpoint.snapshot import CallSnapshot, PartSnapshot, show_part
 from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.runtime.trace_ring import RINGS
@@ -46,8 +47,8 @@ __all__ = [
     "each_message",
     "key_id",
     "memory_here",
+    "send_now",
     "show_part",
-    "succeeded",
     "version_mismatch",
     "when_released",
 ]

@@ -636,12 +636,10 @@ class Connection(AsyncWith):
 
     def _sent_at_once(self, tag: int, payload: Payload) -> bool:
         """Send a small message if credit and link allow; return whether it was sent."""
-        driver = self._driver
+        link = self._driver.link
         # Not while the link is full, so that messages cannot make its queue too long;
         # nor behind as many frames as may fill it.
-        if driver.link.queued_bytes >= LINK_QUEUE_BYTES or not isinstance(
-            payload, memoryview
-        ):
+        if link.queued_bytes >= LINK_QUEUE_BYTES or not isinstance(payload, memoryview):
             return False
         nbytes = payload.nbytes
         if frames := self._outbox.frames:
@@ -652,17 +650,15 @@ class Connection(AsyncWith):
         header = self._core.eager_header(tag, nbytes, check)
         if header is None:
             return False
-        if driver.running:
-            # A frame with the number before this message's may still be unsent.
+        if frames:
+            # They have the numbers before this one, and the driver sends them next.
             whole = payload.obj
             if type(whole) is bytes and len(whole) == nbytes:
                 body = whole  # it cannot change
             else:
                 body = payload.tobytes()
-            self._outbox.frames.append((header, body))  # bounded: LINK_QUEUE_BYTES
-            return True
-        link = driver.link
-        if not link.send_now(header, payload if nbytes else None):
+            frames.append((header, body))  # bounded: LINK_QUEUE_BYTES
+        elif not link.send_now(header, payload if nbytes else None):
             link.flush()
         return True
 
@@ -787,6 +783,17 @@ class Connection(AsyncWith):
         assert isinstance(held, memoryview)
         assert isinstance(held.obj, bytearray)
         return held.obj
+
+
+def send_now(connection: Connection, tag: int, body: bytes) -> bool:
+    """Send a message if it needs no waiting; return whether it was sent.
+
+    If not, use :meth:`Connection.send`. It is for upper rooms, which send many small
+    messages on the connection's own loop.
+    """
+    return len(body) <= EAGER_BYTES_MAX and connection._sent_at_once(
+        tag, memoryview(body)
+    )
 
 
 def _act_on(event: MessageArrived) -> None:

@@ -255,11 +255,6 @@ class Request(Uncopied, Coroutine[Any, Any, T], Generic[T]):
             self._owner._withdraw(self)
 
 
-def succeeded(request: Request[Any]) -> bool:
-    """Return whether a request completed without an error."""
-    return request._over and request._error is None
-
-
 def when_released(request: Request[Any], call: Callable[[], None]) -> None:
     """Call a function once kvwire no longer touches the request's memory.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import kvwire
 from kvwire.aio import Upkeep, run_to_completion
+from kvwire.backend.contexts import without_context
 from kvwire.config import Config
 from kvwire.errors import (
     ConnectError,
@@ -31,7 +33,7 @@ from kvwire.errors import (
     UsageError,
     error_text,
 )
-from kvwire.spi import common_version, each_message, succeeded, version_mismatch
+from kvwire.spi import common_version, each_message, send_now, version_mismatch
 from kvwire_store.host_blocks import HostBlocks
 from kvwire_store.limits import (
     STORE_GRACE_S,
@@ -122,8 +124,11 @@ class ActiveConnection:
         self.berths: asyncio.Semaphore = asyncio.Semaphore(welcome.berths)
         # The numbers of requests, and of the messages that carry their blocks.
         self.numbers: Iterator[int] = count(1)
-        # The function that gets the answer, and the timer that ends the connection.
         self._answers: dict[int, _Waiting] = {}
+        # Ends the connection if an answer is late: one timer for all of them.
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
         self.windows: HostWindows | None = None
         # The server's blocks, once its memory is mapped here.
         self.mapped: HostBlocks | None = None
@@ -162,8 +167,13 @@ class ActiveConnection:
         """
         async with self._requests:
             answer = asyncio.get_running_loop().create_future()
+            self._expect(
+                request.number, partial(_settle, answer), timeout_s or self._timeout_s
+            )
             try:
-                await self._send(request, partial(_settle, answer), timeout_s)
+                body = encode(request)
+                if not send_now(self.connection, TAG, body):
+                    await self.connection.send(TAG, body, deadline=self._within)
                 found = await answer
             except KVWireError:
                 if answer.done():
@@ -196,54 +206,50 @@ class ActiveConnection:
         """
         if self._posted >= self._may_post:
             return False
+        if not send_now(self.connection, TAG, encode(request)):
+            return False
         self._posted += 1
-        number = request.number
-        try:
-            sent = self._send(request, answered, posted=True)
-        except BaseException:
-            if self._forget(number) is None:
-                self._posted -= 1
-            raise
-        if succeeded(sent):
-            return True
-        # It may still be sent, and is then open at the server. So it counts until its
-        # answer has come, which is dropped.
-        if number in self._answers:
-            self._answers[number] = self._answers[number]._replace(answered=_drop)
-        return False
+        self._expect(request.number, answered, self._timeout_s, posted=True)
+        return True
 
-    def _send(
-        self,
-        request: NumberedRequest,
-        answered: Answered,
-        timeout_s: float | None = None,
-        *,
-        posted: bool = False,
-    ) -> kvwire.Request[int]:
-        """Send a request, and note the function that gets its answer."""
-        within_s = timeout_s or self._timeout_s
-        later = asyncio.get_running_loop().call_later
-        late = later(within_s + STORE_GRACE_S, self._expire, request.number, within_s)
+    def _expect(
+        self, number: int, answered: Answered, within_s: float, *, posted: bool = False
+    ) -> None:
+        """Note the function that gets the answer to a request."""
+        late_at = self._loop.time() + within_s + STORE_GRACE_S
         # bounded by the server's requests
-        self._answers[request.number] = _Waiting(answered, late, posted)
-        return self.connection.send(TAG, encode(request), deadline=self._within)
+        self._answers[number] = _Waiting(answered, late_at, within_s, posted)
+        if late_at < self._timer_at:
+            self._set_timer(late_at)
 
     def _forget(self, number: int) -> Answered | None:
         """Drop the answer to a request; return the function that would get it."""
         waiting = self._answers.pop(number, None)
         if waiting is None:
             return None
-        answered, late, posted = waiting
-        late.cancel()
-        self._posted -= posted
-        return answered
+        self._posted -= waiting.posted
+        return waiting.answered
 
-    def _expire(self, number: int, timeout_s: float) -> None:
-        error = DeadlineExceeded(f"no answer within {timeout_s:g} s")
-        answered = self._forget(number)
-        self.connection.abort(str(error))
-        if answered is not None:
-            answered(error)
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = None
+        if at < math.inf:
+            self._timer = without_context(self._loop.call_at, at, self._look)
+
+    def _look(self) -> None:
+        """End the connection if an answer is late; else look again at the next one."""
+        now = self._loop.time()
+        for number, waiting in self._answers.items():
+            if waiting.late_at <= now:
+                error = DeadlineExceeded(f"no answer within {waiting.within_s:g} s")
+                self._forget(number)
+                self.connection.abort(str(error))
+                waiting.answered(error)
+                return
+        answers = self._answers.values()
+        self._set_timer(min((one.late_at for one in answers), default=math.inf))
 
     async def apply(
         self, verb: Verb, names: Names, namespace: NamespaceText
@@ -307,6 +313,7 @@ class ActiveConnection:
 
     def _end(self, why: str, *, lost: bool) -> None:
         """Fail every waiter, from a frame that no traceback references."""
+        self._set_timer(math.inf)
         if lost or self._answers:
             self.connection.abort(why)
         for number in list(self._answers):
@@ -322,17 +329,15 @@ class _Waiting(NamedTuple):
 
     Attributes:
         answered: Gets the answer.
-        late: Ends the connection if none comes.
+        late_at: When the connection ends if there is none, on the loop's clock.
+        within_s: The time that the answer has.
         posted: Whether a callback, and no task, waits for the answer.
     """
 
     answered: Answered
-    late: asyncio.TimerHandle
+    late_at: float
+    within_s: float
     posted: bool
-
-
-def _drop(_: NumberedReply | KVWireError) -> None:
-    """Ignore an answer that nothing waits for."""
 
 
 def _settle(

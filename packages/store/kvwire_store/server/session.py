@@ -40,7 +40,7 @@ from kvwire.limits import NAME_CHARS_MAX
 from kvwire.spi import (
     common_version,
     each_message,
-    succeeded,
+    send_now,
     version_mismatch,
     when_released,
 )
@@ -159,7 +159,7 @@ class ClientSession:
             version = common_version(VERSIONS, theirs)
             # Sent even without a common version, so that the client can report the
             # server's.
-            await self._send(self._served.welcome(self._tenant, version))
+            await self._answer_with(self._served.welcome(self._tenant, version))
             if not version:
                 raise version_mismatch(VERSIONS, theirs, "the client")
             while True:
@@ -246,9 +246,14 @@ class ClientSession:
             )
             self.drop("its request failed here")
 
-    def _send(self, reply: ServerMessage) -> Request[int]:
-        """Send an answer; the deadline ends a client that reads no answers."""
+    def _send(self, reply: ServerMessage) -> Request[int] | None:
+        """Send an answer; return the request if it could not be sent at once.
+
+        The deadline ends a client that reads no answers.
+        """
         body = encode(reply)
+        if send_now(self._connection, TAG, body):
+            return None
         sent = self._connection.send(TAG, body, deadline=_PATIENCE)
         if not sent.done():
             self._unsent[sent] = monotonic()  # bounded: STORE_REQUESTS_MAX
@@ -260,6 +265,12 @@ class ClientSession:
             else:  # the request is being started
                 self._begun_bytes += len(body)
         return sent
+
+    async def _answer_with(self, reply: ServerMessage) -> None:
+        """Send an answer, and wait until it was sent."""
+        sent = self._send(reply)
+        if sent is not None:
+            await sent
 
     def _taken(self, sent: object) -> None:
         del self._unsent[sent]
@@ -284,7 +295,7 @@ class ClientSession:
         orders = await self._tiers.orders(keys)
         if request.kept and self._tiers.through:
             orders[~await self._tiers.kept(keys, touch=False)] = ABSENT
-        await self._send(Found(request.number, orders.tobytes()))
+        await self._answer_with(Found(request.number, orders.tobytes()))
 
     async def _put(self, request: Put) -> None:
         """Put blocks into the store, from the request or from the message after it."""
@@ -298,15 +309,13 @@ class ClientSession:
             )
         refusal = refusal or self._write_refusal(namespace)
         if refusal:
-            await self._send(_all(request, BlockResult.REFUSED, refusal))
+            await self._answer_with(_all(request, BlockResult.REFUSED, refusal))
             return
         if request.images:
             sent = np.frombuffer(request.images, np.uint8)
             images = images_in(sent, image_bytes, keys.size)
             blocks = ImageRequest(namespace, keys, images, request.order)
-            answered = self._send(await self._keep(request, blocks))
-            if not succeeded(answered):
-                await answered
+            await self._answer_with(await self._keep(request, blocks))
             return
         async with self._berths.one() as berth:
             slots = await self._slots_for(keys, namespace)
@@ -328,7 +337,7 @@ class ClientSession:
                 if slots.size:
                     self._tiers.memory.give_back(slots[slots != NO_SLOT])
                     self._served.lend(-keys.size * rounded(image_bytes))
-        await self._send(done)
+        await self._answer_with(done)
 
     async def _keep(
         self, request: Put, blocks: ImageRequest, arrived: Ids = NO_SLOTS
@@ -397,18 +406,11 @@ class ClientSession:
         images = memory.line(slots, namespace.image_bytes)
         self._tiers.got(keys, namespace, slots)
         self._read_bytes += len(images)
-        sent = self._send(
-            StoreDone(
-                request.number,
-                bytes(keys.size),
-                "",
-                orders,
-                images,
-                kept=self._kept(keys, slots),
-            )
+        kept = self._kept(keys, slots)
+        results = bytes(keys.size)
+        return self._send(
+            StoreDone(request.number, results, "", orders, images, kept=kept)
         )
-        # Usually it is sent at once, without waiting.
-        return None if succeeded(sent) else sent
 
     async def _get_many(self, request: Get, namespace: Namespace, keys: Keys) -> None:
         """Report the present blocks, and send them."""
@@ -466,7 +468,7 @@ class ClientSession:
         )
         try:
             if inline or not found.nbytes:
-                await self._send(done)
+                await self._answer_with(done)
             else:
                 await self._send_images(request, done, found)
         finally:
@@ -488,7 +490,7 @@ class ClientSession:
             payload_tag(request.number), payload_of(images), deadline=_deadline(request)
         )
         try:
-            await self._send(done)
+            await self._answer_with(done)
             self._read_bytes += await sent
         except RequestError as exc:
             # The client did not take the images by their deadline.
@@ -498,9 +500,9 @@ class ClientSession:
 
     async def _do(self, request: Flush | Delete | Apply) -> None:
         if isinstance(request, Apply):
-            await self._send(await self._placed(request))
+            await self._answer_with(await self._placed(request))
         else:
-            await self._send(await self._done(request))
+            await self._answer_with(await self._done(request))
 
     async def _done(self, request: Flush | Delete) -> StoreDone:
         """Execute a request; the answer has the reason if it failed."""
