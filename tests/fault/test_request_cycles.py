@@ -195,10 +195,19 @@ async def test_a_window_that_is_not_there(pair: Pair, made: Buffers) -> None:
 
 @expect_freed
 async def test_a_transfer(pair: Pair, made: Buffers) -> None:
-    out = pair.far.publish("t", made.cache(), range(8))
+    await _transfer(pair, made)
+
+
+@expect_freed
+async def test_a_transfer_with_a_codec(pair: Pair, made: Buffers) -> None:
+    await _transfer(pair, made, codec="int8")
+
+
+async def _transfer(pair: Pair, made: Buffers, **codec: Any) -> None:
+    out = pair.far.publish("t", made.cache(), range(8), **codec)
     out.ready()
     out.finish()
-    incoming = pair.left.pull("t", made.cache(), range(8))
+    incoming = pair.left.pull("t", made.cache(), range(8), **codec)
     assert (await incoming).complete
     await asyncio.gather(out, incoming.drained(), out.drained())
 

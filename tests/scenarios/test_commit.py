@@ -1,4 +1,4 @@
-"""R22, R25 to R27, R45: what is marked, in which order, and what closes a transfer."""
+"""R26, R27, R45: what is marked, by whom, and what waits for its counterpart."""
 
 from __future__ import annotations
 
@@ -10,68 +10,7 @@ import pytest
 import kvwire
 from kvwire.limits import TRANSFERS_WAITING_MAX
 from tests.scenarios.world import DEST, LIST, World, scenario
-from tests.support import inside
 from tests.support.caches import LAYERS, same
-
-
-@scenario()
-async def test_r22_a_layer_without_a_hook(w: World) -> None:
-    out, inc = w.begin()
-    for layer in (0, 1, 3):
-        out.ready(layers=layer)
-    await inc.layer(3)
-    with pytest.raises(kvwire.UsageError, match="layer 2 of block position 0"):
-        out.finish()
-    assert not inc.done(), "nothing was committed"
-    assert not inc.layer_landed(2)
-    out.ready(layers=2)
-    out.finish()
-    assert (await inc).complete
-
-
-@scenario()
-async def test_r25_a_commit_that_overtakes_the_data(w: World) -> None:
-    out, inc = w.begin_large(8)
-    await w.until(lambda: inside.planned(inc))
-    out.ready()
-    out.finish()
-
-    def committed() -> bool:
-        receipt = inside.leg(inc)
-        assert receipt is not None
-        if receipt.core is None:
-            return True
-        return receipt.link.transfers.records[receipt.core].committed
-
-    await w.turns_until(committed)
-    assert not inc.done(), "the commit is here, and most of the data is not"
-    assert not inc.layer_landed(LAYERS - 1)
-    assert (await inc).complete
-    assert same(w.source, range(8), w.target, range(8))
-
-
-@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
-@pytest.mark.parametrize("first", ["producer", "consumer"])
-@scenario()
-async def test_r26_either_side_comes_first(w: World, push: bool, first: str) -> None:
-    def produce() -> kvwire.Outgoing:
-        out = w.produce("t", LIST, push=push)
-        # All of it, whether the consumer is there or not.
-        out.ready()
-        out.finish()
-        return out
-
-    if first == "producer":
-        out = produce()
-        assert await w.stays_open(out, 0.02)
-        inc = w.consume("t", DEST, push=push)
-    else:
-        inc = w.consume("t", DEST, push=push)
-        assert await w.stays_open(inc, 0.02)
-        out = produce()
-    assert (await inc).complete
-    assert (await out).complete
-    assert same(w.source, LIST, w.target, DEST)
 
 
 @scenario()

@@ -1,13 +1,10 @@
-"""R33, R35, R36, R39, R43, R44, R48: how peers meet, and what keeps them apart."""
+"""R33, R36, R43, R44: how peers meet, and what keeps them apart."""
 
 from __future__ import annotations
 
 import asyncio
 import tracemalloc
-from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 
 import kvwire
@@ -34,39 +31,6 @@ async def test_r33_a_storm_of_handshakes(w: World) -> None:
         incoming.append(connection.pull(number, w.target.cache, [number]))
     assert all([(await inc).complete for inc in incoming])
     assert same(w.source, range(8), w.target, range(8))
-
-
-@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
-@pytest.mark.parametrize(
-    ("fields", "names"),
-    [
-        ({"kv_heads": 4}, ["kv_heads"]),
-        ({"dtype": "float16"}, ["dtype"]),
-        ({"layers": 3}, ["layers"]),
-        ({"fingerprint": "llama@2"}, ["fingerprint"]),
-        ({"head_dim": 8, "fingerprint": "draft"}, ["head_dim", "fingerprint"]),
-        ({"block_tokens": 8}, ["blocks"]),
-    ],
-    ids=str,
-)
-@scenario()
-async def test_r35_a_mismatch_is_refused_and_named_on_both_sides(
-    w: World, push: bool, fields: dict[str, Any], names: list[str]
-) -> None:
-    spec = replace(SPEC, **fields)
-    shape = (BLOCKS, 2, spec.block_tokens, spec.kv_heads, spec.head_dim)
-    tensors = [np.zeros(shape, spec.dtype) for _ in range(spec.layers)]
-    other = kvwire.PagedCache(spec, tensors)
-    inc = w.consume("t", DEST, push=push, cache=other)
-    out = w.produce("t", LIST, push=push)
-    out.ready()
-    for end in (out, inc):
-        outcome = await end
-        assert not outcome.landed
-        (reason,) = set(outcome.missing.values())
-        for name in names:
-            assert name in reason, reason
-    assert await w.moves("u", [6, 7], [20, 21]), "the connection has not suffered"
 
 
 @scenario()
@@ -96,20 +60,6 @@ async def test_r36_the_decode_pool_is_full(w: World) -> None:
             await inc.drained()
     assert all([(await out).complete for out in pushed])
     assert (await first).complete
-
-
-@scenario(prefer=("nccl", "tcp"))
-async def test_r39_a_transport_that_is_missing(w: World) -> None:
-    for missing in ("pigeon", ["pigeon", "carrier"], "nccl"):
-        with pytest.raises(kvwire.BackendUnavailable, match=r"pigeon|nccl"):
-            await w.d.connect(w.address, transport=missing)
-    # Only preferred: another is taken, and the report says why.
-    assert w.pull_side.transport == w.address.scheme
-    report = {c.name: c for c in w.pull_side.transport_report.candidates}
-    assert report[w.address.scheme].taken
-    for name, candidate in report.items():
-        assert candidate.taken == (name == w.address.scheme)
-        assert candidate.reason
 
 
 GARBAGE = {
@@ -161,32 +111,3 @@ async def test_r44_hashes_of_another_scheme_are_no_cold_cache(w: World) -> None:
                     await other.connect(w.address)
             else:
                 assert not (await other.connect(w.address)).closed
-
-
-@scenario()
-async def test_r48_a_peer_that_is_not_found_fails_its_own_request(w: World) -> None:
-    good = w.p.publish("good", w.source.cache, LIST)
-    inc = w.pull_side.pull("good", w.target.cache, DEST)
-    gone = await w.d.connect(w.address)
-    other_end = await w.p.accept()
-    gone.abort()
-    await other_end.wait_closed()
-    bad: list[kvwire.Outgoing] = []
-
-    def hook(layer: int) -> None:
-        """What a forward pass calls for each layer, for two requests."""
-        bad.append(other_end.push("bad", w.source.cache, [0]))
-        bad[-1].ready(layers=layer)
-        good.ready(layers=layer)
-
-    for layer in range(SPEC.layers):
-        hook(layer)
-    good.finish()
-    for out in bad:
-        assert not (await out).landed
-        await out.drained()
-    nowhere = "127.0.0.1:1" if w.address.scheme == "tcp" else "inproc://nowhere"
-    with pytest.raises(OSError, match=r".+"):
-        await w.p.connect(nowhere)
-    assert (await inc).complete
-    assert same(w.source, LIST, w.target, DEST)

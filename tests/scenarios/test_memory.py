@@ -1,4 +1,4 @@
-"""R17 to R19, R46, R47, R49: who may use which blocks, and when."""
+"""R19, R49: who may use which blocks, and when."""
 
 from __future__ import annotations
 
@@ -11,49 +11,9 @@ import pytest
 
 import kvwire
 from kvwire.limits import LANDED_BOXES_MAX, MIB
-from tests.scenarios.world import DEST, World, held, scenario
+from tests.scenarios.world import World, held, scenario
 from tests.support import inside
 from tests.support.caches import LARGE, SPEC, Memory, same
-
-SLOT = kvwire.KVSpec(layers=1, kv_heads=2, head_dim=16, block_tokens=4, dtype="float32")
-
-
-@scenario()
-async def test_r17_preemption_while_a_send_reads_the_blocks(w: World) -> None:
-    out, inc = w.begin_large(12)
-    await w.until(lambda: inside.planned(inc))
-    thaw = w.freeze(w.pull_side)
-    out.ready(layers=0)
-    await w.until(lambda: held(w.p))
-    out.abort("preempted")
-    await out
-    # The request is over. The blocks are not free: the link still reads them.
-    assert not out.is_drained
-    assert w.p.quarantined_bytes
-    thaw()
-    await out.drained()
-    assert not w.p.quarantined_bytes
-    w.source.stamp(range(12), salt=9)
-    outcome = await inc
-    landed = outcome.landed.ids().tolist()
-    assert not landed
-
-
-@scenario()
-async def test_r18_handing_over_nothing_is_an_error(w: World) -> None:
-    with pytest.raises(kvwire.UsageError, match="0 blocks"):
-        w.p.publish("t", w.source.cache, [])
-    out, inc = w.begin()
-    # Preempted in its last step: nothing was computed, and somebody finishes.
-    with pytest.raises(kvwire.UsageError, match="4 layers are wholly missing"):
-        out.finish()
-    with pytest.raises(kvwire.UsageError, match="never marked ready"):
-        async with out:
-            pass
-    outcome = await inc
-    assert not outcome.complete
-    assert not outcome.landed
-    assert "never marked ready" in outcome.missing["kv", DEST[0]]
 
 
 @scenario(chunk_bytes=16 * MIB, quarantine_bytes=MIB)
@@ -84,26 +44,6 @@ async def test_r19_a_stalled_writer_keeps_the_blocks_and_nothing_else(w: World) 
 
 
 @scenario()
-async def test_r46_a_slot_is_reserved_until_it_has_drained(w: World) -> None:
-    # Each layer is staged in the one slot there is: block 0 of a pool of its own.
-    slot = Memory(SLOT, 1)
-    landed = Memory(SLOT, 4)
-    for layer in range(4):
-        slot.stamp([0], salt=layer + 1)
-        out = w.p.publish(f"layer {layer}", slot.cache, [0])
-        inc = w.pull_side.pull(f"layer {layer}", landed.cache, [layer])
-        out.ready()
-        out.finish()
-        await out.drained()
-        # From here the next layer may overwrite it.
-        slot.tensors[0][:] = -2.0
-        assert (await inc).complete
-    for layer in range(4):
-        slot.stamp([0], salt=layer + 1)
-        assert same(slot, [0], landed, [layer], layers=[0])
-
-
-@scenario()
 async def test_the_rest_of_a_landed_block_is_written_until_it_has_drained(
     w: World,
 ) -> None:
@@ -130,34 +70,6 @@ async def test_the_rest_of_a_landed_block_is_written_until_it_has_drained(
     await inc.drained()
     mine[:, 1:] = 9  # nobody writes there any more
     await out.drained()
-
-
-@scenario(lease_s=0.1)
-async def test_r47_every_delayed_free_has_an_owner_and_an_end(w: World) -> None:
-    # Nobody comes, one of two comes, nobody comes back: each ends with its lease.
-    alone = w.p.publish("alone", w.source.cache, [1])
-    half = w.p.publish("half", w.source.cache, [2], consumers=2)
-    first = w.pull_side.pull("half", w.target.cache, [20])
-    half.ready()
-    half.finish()
-    assert (await first).complete
-    gone = w.d.expect("gone", w.target.cache, [21])
-    back = w.push_side.push("gone", w.source.cache, [3])
-    back.ready(layers=0)
-    await gone.layer(0)
-    inside.services(w.d).config = w.d.config.replace(resume=False)
-    w.cut()
-    for end in (alone, half, gone, back):
-        outcome = await end
-        assert not outcome.complete
-        await end.drained()
-    assert "lease" in (await half).missing["kv", 2]
-    assert not (await half).landed, "what one consumer lacks the group cannot use"
-    # The counters of what is still owed are at zero.
-    for side in (w.p, w.d):
-        assert not side.quarantined_bytes
-        assert not inside.registry(side).live
-        assert not len(inside.buffers(side))
 
 
 @scenario()
@@ -190,15 +102,6 @@ async def test_r49_the_producer_frees_while_its_last_layers_are_queued(
 
 GIVES_UP = pytest.mark.parametrize("gives_up", ["nobody", "producer", "consumer"])
 PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
-
-
-@GIVES_UP
-@PUSH
-@scenario()
-async def test_ends_that_are_over_are_freed_without_the_garbage_collector(
-    w: World, push: bool, gives_up: str
-) -> None:
-    await expect_freed(w, {}, gives_up, push=push)
 
 
 @GIVES_UP

@@ -10,31 +10,7 @@ import numpy as np
 import kvwire
 from kvwire.engine.io_thread import called
 from tests.scenarios.world import World, scenario
-from tests.support import inside
 from tests.support.caches import SPEC, Memory, same
-
-
-@scenario()
-async def test_r30_a_failure_wakes_an_idle_engine(w: World) -> None:
-    out = w.p.publish("t", w.source.cache, [1, 2])
-    inc = w.pull_side.pull("t", w.target.cache, [10, 11])
-    await w.until(lambda: inside.planned(inc))
-
-    async def layer() -> str:
-        try:
-            await inc.layer(0)
-        except kvwire.RequestError as exc:
-            return str(exc)
-        return "it landed"
-
-    waiters = [asyncio.ensure_future(end) for end in (inc, out)]
-    gate = asyncio.create_task(layer())
-    await asyncio.sleep(0)
-    # Nobody polls, no timer of the application is set.
-    out.abort("prefill failed")
-    for waiter in waiters:
-        assert not (await waiter).complete
-    assert "prefill failed" in await gate
 
 
 def test_r30_a_failure_wakes_a_thread_that_waits() -> None:

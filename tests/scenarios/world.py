@@ -92,25 +92,6 @@ class World:
         for connection in self.p.live_connections:
             connection.abort("cut by the test")
 
-    def produce(
-        self, id: str, blocks: list[int], *, push: bool, **options: Any
-    ) -> kvwire.Outgoing:
-        """Publish blocks, or push them."""
-        verb = self.push_side.push if push else self.p.publish
-        return verb(id, self.source.cache, blocks, **options)
-
-    def consume(
-        self,
-        id: str,
-        blocks: list[int],
-        *,
-        push: bool,
-        cache: kvwire.PagedCache | None = None,
-    ) -> kvwire.Incoming:
-        """Pull blocks, or expect that they are pushed."""
-        verb = self.d.expect if push else self.pull_side.pull
-        return verb(id, cache or self.target.cache, blocks)
-
     def begin(
         self,
         mine: Mapping[str, Any] = {},
