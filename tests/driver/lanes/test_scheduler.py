@@ -6,6 +6,7 @@ application is real.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from functools import partial
@@ -14,6 +15,7 @@ import pytest
 
 from kvwire import ConnectionLost
 from kvwire.backend import Landing, Link, Payload
+from kvwire.driver.lanes.active_transport import LOG_DELAY_S
 from kvwire.errors import ConnectionClosed
 from kvwire.limits import KIB, MIB, SPAN_BYTES_MAX
 from kvwire_inproc.lane import InprocLane
@@ -121,6 +123,7 @@ async def test_the_end_of_a_connection_is_no_broken_lane(
             for end in (pair.left, pair.right):
                 await end.wait_closed()
                 assert not inside.driver(end).active.pending
+    await asyncio.sleep(2 * LOG_DELAY_S)  # what is said is said a moment later
     assert not warned(caplog)
 
 
