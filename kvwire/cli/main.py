@@ -49,15 +49,6 @@ app.register_install_completion_command(
     help="Write completion of commands and options for this shell into a file.",
 )
 app.command(
-    "kvwire.cli.bench.command:app",
-    name="bench",
-    help=(
-        "Measure kvwire beside the alternatives.\n\n"
-        "All contenders take turns in one run, each in its own processes. Read the "
-        "ratio of the medians, and run it on an idle machine."
-    ),
-)
-app.command(
     "kvwire.cli.config:app",
     name="config",
     help="Show every value of the configuration, and where it came from.",

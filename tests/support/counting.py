@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import kvwire.cli.bench
+import kvwire_certify.bench
 from kvwire.proto.framing import Framing
 from kvwire.wire.header import FrameType
 
@@ -27,7 +27,7 @@ _SOCKET: Final = "of '_socket.socket' objects>"
 _CALLS: Final = {("iovec.py", "readv"), ("iovec.py", "writev"), ("cma.py", "read")}
 # Whose calls are not counted: the benchmarks' own, and those of a loop in Python.
 _OUTSIDE: Final = (
-    str(Path(kvwire.cli.bench.__file__).parent),
+    str(Path(kvwire_certify.bench.__file__).parent),
     str(Path(__file__).parents[1] / "programs"),
     str(Path(asyncio.__file__).parent),
     str(Path(selectors.__file__)),

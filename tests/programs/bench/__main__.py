@@ -13,11 +13,11 @@ from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
-from kvwire.cli.bench import command, report
-from kvwire.cli.bench.command import COMMON, TCP, Common, Mebibytes, Shapes, within
-from kvwire.cli.bench.turns import Findings
 from kvwire.cli.main import main
 from kvwire.limits import MIB
+from kvwire_certify.bench import command, report
+from kvwire_certify.bench.command import COMMON, TCP, Common, Mebibytes, Shapes, within
+from kvwire_certify.bench.turns import Findings
 from kvwire_store.codecs.registry import CODECS
 from tests.programs.bench import counts as counting
 from tests.programs.bench import iperf3

@@ -21,8 +21,8 @@ from rich.console import Group, RenderableType
 import kvwire
 from demo.book import Tokenizer, passages
 from demo.numpy_llama import Floats, NumpyLlama, Plain
-from kvwire.cli.bench.report import head, new_table, short
 from kvwire.kv.codecs.floats import as_floats, put_floats
+from kvwire_certify.bench.report import head, new_table, short
 from kvwire_store.codecs.base import ImageForm, form_of
 from kvwire_store.codecs.entry import decode_entry, encode_entry
 from kvwire_store.codecs.registry import codec_named

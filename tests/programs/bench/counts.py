@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvwire.cli.bench.line import Seconds, Turn
-from kvwire.cli.bench.sides import Left, Right, opened
-from kvwire.cli.bench.work import Work
+from kvwire_certify.bench.line import Seconds, Turn
+from kvwire_certify.bench.sides import Left, Right, opened
+from kvwire_certify.bench.work import Work
 from tests.support.counting import Counts, Tally, counting
 
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvwire import KVWireError
-from kvwire.cli.bench.line import HOST, Line, turns
-from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.turns import Missing
-from kvwire.cli.bench.work import GET, PULL
 from kvwire.limits import GIB, MIB
+from kvwire_certify.bench.line import HOST, Line, turns
+from kvwire_certify.bench.pair import Contender
+from kvwire_certify.bench.turns import Missing
+from kvwire_certify.bench.work import GET, PULL
 from tests.support.servers import Server
 
 NAME: Final = "iperf3"

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from kvwire import UsageError
-from kvwire.cli.bench.command import SAME_HOST, TCP, UCX, VERBS
-from kvwire.cli.bench.pair import BenchError, Contender
-from kvwire.cli.bench.turns import Benchmark, Case, Missing
+from kvwire_certify.bench.command import SAME_HOST, TCP, UCX, VERBS
+from kvwire_certify.bench.pair import BenchError, Contender
+from kvwire_certify.bench.turns import Benchmark, Case, Missing
 from tests.programs.bench import iperf3
 
 # Loads the program as a package without kvwire around it; behind what is installed,

@@ -12,10 +12,10 @@ import shutil
 import socket
 from typing import Any, Final
 
-from kvwire.cli.bench.bare import receive_into
-from kvwire.cli.bench.line import HOST, Line
-from kvwire.cli.bench.turns import Missing
-from kvwire.cli.bench.work import Work
+from kvwire_certify.bench.bare import receive_into
+from kvwire_certify.bench.line import HOST, Line
+from kvwire_certify.bench.turns import Missing
+from kvwire_certify.bench.work import Work
 from kvwire_store.namespace import DIGEST_BYTES
 from tests.programs.bench.store import HASH_BYTES, set_bytes
 from tests.programs.bench.store_peers import FlatBlocks

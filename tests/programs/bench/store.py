@@ -32,9 +32,9 @@ import numpy as np
 
 import kvwire
 import kvwire_store
-from kvwire.cli.bench.line import HOST, Line, Seconds, each_timed, turns
-from kvwire.cli.bench.work import LEFT, RIGHT, Pool, Work
 from kvwire.limits import KIB, MIB
+from kvwire_certify.bench.line import HOST, Line, Seconds, each_timed, turns
+from kvwire_certify.bench.work import LEFT, RIGHT, Pool, Work
 from kvwire_store.limits import STORE_SLOTS_MAX
 
 MEMORY: Final = "memory"

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from kvwire import UsageError
-from kvwire.cli.bench.line import Program
-from kvwire.cli.bench.pair import Contender
-from kvwire.cli.bench.turns import (
+from kvwire.extras import install_command
+from kvwire.types import in_bytes
+from kvwire_certify.bench.line import Program
+from kvwire_certify.bench.pair import Contender
+from kvwire_certify.bench.turns import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
     Benchmark,
     Case,
     Missing,
 )
-from kvwire.extras import install_command
-from kvwire.types import in_bytes
 from tests.programs.bench import redis, store_pairs, store_peers
 from tests.programs.bench.store import (
     COLD_GET,

@@ -13,10 +13,10 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, Final
 
-from kvwire.cli.bench import sides
-from kvwire.cli.bench.bare import receive_into
-from kvwire.cli.bench.line import HOST, Line, Seconds, each_timed, turns
-from kvwire.cli.bench.work import Work
+from kvwire_certify.bench import sides
+from kvwire_certify.bench.bare import receive_into
+from kvwire_certify.bench.line import HOST, Line, Seconds, each_timed, turns
+from kvwire_certify.bench.work import Work
 from kvwire_store.namespace import DIGEST_BYTES
 from tests.programs.bench.store import (
     HASH_BYTES,

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvwire.cli.bench.line import Line
-from kvwire.cli.bench.work import Bytes, Work
+from kvwire_certify.bench.line import Line
+from kvwire_certify.bench.work import Bytes, Work
 from kvwire_store.address import TierAddress
 from kvwire_store.limits import (
     STORE_BATCH_BYTES,

@@ -8,9 +8,9 @@ from typing import Final
 
 import pytest
 
-from kvwire.cli.bench.command import operations
-from kvwire.cli.bench.work import ARENA, GET
 from kvwire.memory import pieces
+from kvwire_certify.bench.command import operations
+from kvwire_certify.bench.work import ARENA, GET
 from tests.programs.bench.counts import count
 
 # Python calls and frames of an operation, both sides, over tcp and with Python 3.11:

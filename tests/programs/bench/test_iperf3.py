@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvwire import KVWireError
-from kvwire.cli.bench.command import TCP
-from kvwire.cli.bench.pair import BenchError
-from kvwire.cli.bench.turns import GIGABYTES_PER_SECOND
-from kvwire.cli.bench.work import Work
 from kvwire.limits import GIB, MIB
-from tests.cli.bench.contenders import Scripted, benchmark, case
+from kvwire_certify.bench.command import TCP
+from kvwire_certify.bench.pair import BenchError
+from kvwire_certify.bench.turns import GIGABYTES_PER_SECOND
+from kvwire_certify.bench.work import Work
+from packages.certify.tests.bench.contenders import Scripted, benchmark, case
 from tests.programs.bench import iperf3
 from tests.programs.bench.peer import joined
 

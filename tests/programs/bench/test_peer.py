@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvwire.cli.bench.command import SAME_HOST, TCP, UCX, fragments_of, ops_of
-from kvwire.cli.bench.pair import BenchError, Contender
-from kvwire.cli.bench.work import LEFT, RIGHT, Pool, Work
 from kvwire.cli.main import CALLED_WRONG, main
-from tests.cli.bench.contenders import does
-from tests.cli.bench.test_pair import WORKS
+from kvwire_certify.bench.command import SAME_HOST, TCP, UCX, fragments_of, ops_of
+from kvwire_certify.bench.pair import BenchError, Contender
+from kvwire_certify.bench.work import LEFT, RIGHT, Pool, Work
+from packages.certify.tests.bench.contenders import does
+from packages.certify.tests.bench.test_pair import WORKS
 from tests.programs.bench.__main__ import app
 from tests.programs.bench.peer import (
     ALL_PEERS,

@@ -12,11 +12,11 @@ from typing import Final
 import pytest
 
 import kvwire_store
-from kvwire.cli.bench.line import HOST
-from kvwire.cli.bench.work import Work
 from kvwire.limits import KIB, MIB
 from kvwire.memory import pieces
-from tests.cli.bench.contenders import does
+from kvwire_certify.bench.line import HOST
+from kvwire_certify.bench.work import Work
+from packages.certify.tests.bench.contenders import does
 from tests.programs.bench import redis
 from tests.programs.bench.store import (
     GET,

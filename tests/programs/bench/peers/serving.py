@@ -1,7 +1,7 @@
 """The frame of a peer's program, and the memory that all programs have alike.
 
-It does what :mod:`kvwire.cli.bench.line` does, without kvwire: lines of JSON between
-one side and the process that runs the benchmark.
+It does what :mod:`kvwire_certify.bench.line` does, without kvwire: lines of JSON
+between one side and the process that runs the benchmark.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 HOST: Final = "127.0.0.1"
-# As in kvwire.cli.bench.work, which a program need not have.
+# As in kvwire_certify.bench.work, which a program need not have.
 LEFT: Final = 1
 RIGHT: Final = 2
 Offsets = npt.NDArray[np.int64]

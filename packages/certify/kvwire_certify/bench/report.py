@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 import kvwire
-from kvwire.cli.bench.turns import Benchmark, CaseResult, Findings, compare
+from kvwire_certify.bench.turns import Benchmark, CaseResult, Findings, compare
 
 # The maximum width, also for a file or a pipe; a narrower screen keeps numbers whole.
 WIDTH: Final = 80

@@ -16,9 +16,9 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from kvwire.cli.bench.pair import BenchError, Contender, Pair
-from kvwire.cli.bench.work import Work
 from kvwire.limits import GIB
+from kvwire_certify.bench.pair import BenchError, Contender, Pair
+from kvwire_certify.bench.work import Work
 
 
 @dataclass(frozen=True, slots=True)

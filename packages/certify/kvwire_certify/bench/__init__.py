@@ -7,11 +7,11 @@ minute, and reports medians and their ratio.
 A contender is two processes, each with one coroutine. They know nothing of each other
 but what they measure: this process tells both of them what to do next.
 
-* :mod:`~kvwire.cli.bench.work`: what a round moves, and the memory that it moves.
-* :mod:`~kvwire.cli.bench.sides`: kvwire's two sides; ``bare``: those of others.
-* :mod:`~kvwire.cli.bench.pair`: the two processes of a contender, and on which CPUs.
-* :mod:`~kvwire.cli.bench.turns`: cases, and the rounds in which contenders take turns.
-* :mod:`~kvwire.cli.bench.report`: the table, the JSON document, the common options.
+* ``work``: what a round moves, and the memory that it moves.
+* ``sides``: kvwire's two sides; ``bare``: those of others.
+* ``pair``: the two processes of a contender, and on which CPUs.
+* ``turns``: cases, and the rounds in which contenders take turns.
+* ``report``: the table, the JSON document, the common options.
 
 Benchmarks of other software are in ``tests/programs/bench`` of the source tree.
 """

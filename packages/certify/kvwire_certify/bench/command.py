@@ -14,16 +14,18 @@ from cyclopts.validators import Number
 
 import kvwire
 from kvwire.backend import registry
-from kvwire.cli.bench import bare, hosts, sides
-from kvwire.cli.bench.pair import Contender, placements
-from kvwire.cli.bench.report import (
+from kvwire.limits import KIB, MIB
+from kvwire.types import MemoryKind, in_bytes
+from kvwire_certify.bench import bare, hosts, sides
+from kvwire_certify.bench.pair import Contender, placements
+from kvwire_certify.bench.report import (
     document,
     load_note,
     progress_bar,
     render,
     show,
 )
-from kvwire.cli.bench.turns import (
+from kvwire_certify.bench.turns import (
     GIGABYTES_PER_SECOND,
     MICROSECONDS,
     Benchmark,
@@ -33,7 +35,7 @@ from kvwire.cli.bench.turns import (
     steps,
     take_turns,
 )
-from kvwire.cli.bench.work import (
+from kvwire_certify.bench.work import (
     ARENA,
     CONNECT,
     GET,
@@ -45,8 +47,6 @@ from kvwire.cli.bench.work import (
     SEND,
     Work,
 )
-from kvwire.limits import KIB, MIB
-from kvwire.types import MemoryKind, in_bytes
 
 app: App = App(name="bench")
 

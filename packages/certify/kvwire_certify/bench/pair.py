@@ -22,8 +22,8 @@ from tempfile import TemporaryFile
 from typing import Any, Final, Self
 
 from kvwire import KVWireError
-from kvwire.cli.bench.line import Program, Seconds, Turn, name_of
-from kvwire.cli.bench.work import Work
+from kvwire_certify.bench.line import Program, Seconds, Turn, name_of
+from kvwire_certify.bench.work import Work
 
 # Longer than any round; only a stuck process takes this long.
 ANSWER_TIMEOUT_S: Final = 120.0
@@ -32,7 +32,7 @@ END_TIMEOUT_S: Final = 5.0
 # After the failure of one side, the other's is waited for so long.
 _CAUSE_S: Final = 1.0
 _TOPOLOGY: Final = Path("/sys/devices/system/cpu")
-COMMAND: Final = (sys.executable, "-m", "kvwire.cli.bench")
+COMMAND: Final = (sys.executable, "-m", "kvwire_certify.bench")
 
 
 class BenchError(KVWireError):

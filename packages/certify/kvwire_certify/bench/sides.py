@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import kvwire
 from kvwire.backend import registry
-from kvwire.cli.bench.line import HOST, Line, Seconds, Turn, each_timed, turns
-from kvwire.cli.bench.work import (
+from kvwire_certify.bench.line import HOST, Line, Seconds, Turn, each_timed, turns
+from kvwire_certify.bench.work import (
     CONNECT,
     GET,
     LEFT,

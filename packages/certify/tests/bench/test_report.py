@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import kvwire
-from kvwire.cli.bench import turns
-from kvwire.cli.bench.command import Common, measure
-from kvwire.cli.bench.report import load_note, render, show
-from tests.cli.bench.contenders import Scripted, benchmark, case, measured, rated
+from kvwire_certify.bench import turns
+from kvwire_certify.bench.command import Common, measure
+from kvwire_certify.bench.report import load_note, render, show
+from packages.certify.tests.bench.contenders import (
+    Scripted,
+    benchmark,
+    case,
+    measured,
+    rated,
+)
 
 SOME = st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=200)
 

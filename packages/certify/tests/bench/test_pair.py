@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvwire.cli.bench import bare, pair, sides
-from kvwire.cli.bench.command import VERBS, operations, work_of
-from kvwire.cli.bench.pair import BenchError, Contender, placements
-from kvwire.cli.bench.turns import steps, take_turns
-from kvwire.cli.bench.work import ARENA, LEFT, RIGHT, BenchMemory, Pool, Work
 from kvwire.limits import KIB, KV_LAYERS_MAX, MIB
 from kvwire.memory.arena import arena_of
 from kvwire.memory.copy import as_fragments
-from tests.cli.bench import contenders
-from tests.cli.bench.contenders import (
+from kvwire_certify.bench import bare, pair, sides
+from kvwire_certify.bench.command import VERBS, operations, work_of
+from kvwire_certify.bench.pair import BenchError, Contender, placements
+from kvwire_certify.bench.turns import steps, take_turns
+from kvwire_certify.bench.work import ARENA, LEFT, RIGHT, BenchMemory, Pool, Work
+from packages.certify.tests.bench import contenders
+from packages.certify.tests.bench.contenders import (
     WORK,
     Log,
     Scripted,
@@ -146,7 +146,7 @@ def test_a_pair_that_cannot_start_leaves_no_process() -> None:
     with pytest.raises(BenchError, match="carrier"):
         ours(transport="carrier").start()
     with pytest.raises(BenchError, match=r"ended with status 1: .*carrier_pigeons"):
-        Contender("it", "kvwire.cli.bench.bare:carrier_pigeons").start()
+        Contender("it", "kvwire_certify.bench.bare:carrier_pigeons").start()
 
 
 # --- who does what when: everybody in each round, checked first, stopped last ---------

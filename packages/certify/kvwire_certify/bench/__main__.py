@@ -1,5 +1,5 @@
 """One side of a contender as a process of its own."""
 
-from kvwire.cli.bench.line import main
+from kvwire_certify.bench.line import main
 
 main()

@@ -23,8 +23,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from kvwire.cli.bench.work import Work
 from kvwire.config import converted
+from kvwire_certify.bench.work import Work
 
 HOST: Final = "127.0.0.1"
 Seconds = Sequence[float]

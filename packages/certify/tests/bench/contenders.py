@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvwire.cli.bench import pair, turns
-from kvwire.cli.bench.line import Line
-from kvwire.cli.bench.pair import BenchError, Sample
-from kvwire.cli.bench.work import Work
+from kvwire_certify.bench import pair, turns
+from kvwire_certify.bench.line import Line
+from kvwire_certify.bench.pair import BenchError, Sample
+from kvwire_certify.bench.work import Work
 
 WORK = Work(verb="send", nbytes=1024, count=4)
 Log = list[tuple[str, str]]

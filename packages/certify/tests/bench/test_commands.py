@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from kvwire.backend import Availability, Capabilities, registry
-from kvwire.cli.bench import command
-from kvwire.cli.bench.command import fragments_of, operations, work_of
-from kvwire.cli.bench.pair import placements
 from kvwire.cli.main import CALLED_WRONG, main
 from kvwire.limits import KIB, MIB
+from kvwire_certify.bench import command
+from kvwire_certify.bench.command import fragments_of, operations, work_of
+from kvwire_certify.bench.pair import placements
 from kvwire_local import LocalBackend
 
 Document = dict[str, Any]

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvwire.cli.bench.line import HOST, Line, Seconds, each_timed, turns
-from kvwire.cli.bench.work import CONNECT, GET, PULL, ROUND_TRIP, SEND, Work, digest
+from kvwire_certify.bench.line import HOST, Line, Seconds, each_timed, turns
+from kvwire_certify.bench.work import CONNECT, GET, PULL, ROUND_TRIP, SEND, Work, digest
 
 _BYTE: Final = b"!"
 _FROM_RIGHT: Final = (PULL, GET)

@@ -16,11 +16,11 @@ import msgspec
 from rich.console import Console
 
 import kvwire
-from kvwire.cli.bench.line import Line, Turn, turns
-from kvwire.cli.bench.sides import Left, Right, facts, opened
-from kvwire.cli.bench.work import Work
 from kvwire.config import converted
 from kvwire.limits import MIB
+from kvwire_certify.bench.line import Line, Turn, turns
+from kvwire_certify.bench.sides import Left, Right, facts, opened
+from kvwire_certify.bench.work import Work
 
 _TAG: Final = 100
 # An offer has a grant with an address for each fragment, or a ticket with each block.
