@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from contextlib import asynccontextmanager
 from functools import partial
+from typing import Final
 
 import pytest
+from aiohttp import web
 
+from kvwire.directory import open_directory
+from kvwire_vllm.announce import DECODE
+from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
 from packages.vllm.tests.support.proxies import (
+    ASK,
     D1,
     D2,
+    HERE,
     P1,
+    PATH,
     Engines,
     app,
     call,
@@ -20,10 +30,18 @@ from packages.vllm.tests.support.proxies import (
     member,
     operate,
     post,
+    record,
     refused,
     turns_until,
+    user_of,
     when,
 )
+from tests.directory.records import a_lease_has_ended
+from tests.support.pairs import until
+from tests.support.servers import nats_server, redis_server
+
+SERVERS: Final = {"redis": redis_server, "nats": nats_server}
+LEASE_S: Final = 2.0
 
 # --- the application ------------------------------------------------------------------
 
@@ -85,6 +103,42 @@ async def test_health_is_that_of_the_engines() -> None:
     assert (await call(nobody, "GET", "/v1/models")).status_code == 503
     why = "no engine takes requests: none is known"
     assert said.json()["error"]["message"] == why
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_a_directory_server_that_is_killed_costs_no_request(kind: str) -> None:
+    """Its engines stay known for longer than a lease, and new ones are found again."""
+    fleet, outcomes, over = EngineFleet(), Counter[int](), asyncio.Event()
+    with SERVERS[kind]() as server:
+        url = f"{kind}://127.0.0.1:{server.port}"
+        engines = open_directory(url)
+        await engines.announce(record(1, DECODE, "1" * 32, lease_s=LEASE_S))
+        discovery = Discovery(open_directory(url), fleet, HERE)
+        proxy = app(Engines(), fleet=fleet, discovery=discovery)
+        checking = asynccontextmanager(proxy.checking)
+        async with checking(web.Application()), user_of(proxy) as user:
+
+            async def ask_on() -> None:
+                while not over.is_set():
+                    outcomes[(await user.post(PATH, json=ASK)).status_code] += 1
+
+            await until(lambda: len(fleet.engines) == 1)
+            clients = [asyncio.ensure_future(ask_on()) for _ in range(4)]
+            server.kill()
+            announced = asyncio.ensure_future(
+                engines.announce(record(2, DECODE, "2" * 32, lease_s=LEASE_S))
+            )
+            await a_lease_has_ended(1.2 * LEASE_S)
+            answers = outcomes[200]
+            await until(lambda: outcomes[200] > answers)
+            assert [engine.url for engine in fleet.engines] == ["http://127.0.0.1:1"]
+            server.start()
+            await announced
+            await until(lambda: len(fleet.engines) == 2)
+            over.set()
+            await asyncio.gather(*clients)
+        await engines.close()
+    assert outcomes.keys() == {200}
 
 
 async def test_draining_an_engine() -> None:

@@ -55,9 +55,9 @@ logger: logging.Logger = logging.getLogger("kvwire.llamacpp")
 BLOCK_TOKENS: Final = 32
 """Tokens of a block: at most so many less one of a session are computed again."""
 _AXES: Final = AxisOrder("head block token dim")
-# Saving or restoring a slot copies its KV; answers about the server come at once.
-_SLOT_TIMEOUT_S: Final = 120.0
-_ASK_TIMEOUT_S: Final = 10.0
+# Saving or restoring a slot copies its KV. Even /slots is answered between two batches,
+# which take seconds on CPUs or a busy host.
+_ANSWER_TIMEOUT_S: Final = 120.0
 # Left by a process that was killed.
 _STALE_S: Final = 3600.0
 # What identifies the model that the server has loaded.
@@ -509,9 +509,7 @@ class LlamaCppSessions:
     ) -> Any:
         body = {} if path is None else {"filename": path.name}
         where = f"/slots/{slot}?action={action}"
-        return await self._ask(
-            "POST", where, headers=headers, body=body, timeout_s=_SLOT_TIMEOUT_S
-        )
+        return await self._ask("POST", where, headers=headers, body=body)
 
     async def _ask(
         self,
@@ -520,7 +518,6 @@ class LlamaCppSessions:
         *,
         headers: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
-        timeout_s: float = _ASK_TIMEOUT_S,
     ) -> Any:
         """Ask the server, and return the answer's content.
 
@@ -529,7 +526,7 @@ class LlamaCppSessions:
         """
         if self._session is None:
             raise UsageError("LlamaCppSessions: use it in `async with`")
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_TIMEOUT_S, sock_connect=10)
         try:
             async with self._session.request(
                 method, self.url + path, json=body, headers=headers, timeout=timeout

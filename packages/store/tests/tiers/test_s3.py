@@ -153,6 +153,45 @@ async def test_a_large_block_goes_in_parts(
         assert (here.tobytes() == there.tobytes()) == lands
 
 
+@pytest.mark.parametrize("ranges", [0, 1])
+async def test_an_object_that_vanishes_after_it_was_found_is_missing(
+    server: str, ranges: int
+) -> None:
+    """Its bucket expires it, before or between its ranges. The other block lands."""
+    spec = KVSpec(layers=3, kv_heads=8, head_dim=128, block_tokens=1024)
+    source, target = Filled(2, spec, seed=3), Filled(2, spec)
+    asked: list[str] = []
+    gone: set[str] = set()
+
+    def fault(request: Request) -> Response | None:
+        path = request.url.path
+        if request.method == "POST":  # a new one begins
+            gone.discard(path)
+        if "range" in request.headers:
+            asked.append(path)
+            # It was found by a range of its own.
+            if path == asked[0] and asked.count(path) == 2 + ranges:
+                gone.add(path)
+        return Response(NO_KEY, 404) if path in gone else None
+
+    async with proxy(server, fault) as url:
+        address = tier(url, timeout_s=PATIENCE_S)
+        async with BlockStore.open([MEMORY, address]) as store:
+            assert (await store.put(chain(2), source.cache, range(2))).complete
+        asked.clear()
+        async with BlockStore.open([MEMORY, address]) as store:
+            tier_of(store, ObjectTier).part_bytes = 5 * MIB
+            got = await store.get(chain(2), target.cache, range(2))
+            ((_, lost),) = got.missing
+            for here, there in zip(source.tensors, target.tensors, strict=True):
+                assert (here[1 - lost] == there[1 - lost]).all()
+            assert await store.match(chain(2), target.cache) == lost
+            assert store.report[address] == ""
+            assert (await store.put(chain(2), source.cache, range(2))).complete
+            assert (await store.get(chain(2), target.cache, range(2))).complete
+
+
+NO_KEY = "<Error><Code>NoSuchKey</Code></Error>"
 SLOW_DOWN = "<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
 DENIED = (
     "<Error><Code>InvalidAccessKeyId</Code>"
