@@ -35,8 +35,7 @@ def test_both_ends_are_one_trace(push: bool, tmp_path_factory: Any) -> None:
     folder = str(tmp_path_factory.mktemp("i") / "run")
 
     async def run(w: World) -> None:
-        inc = w.consume("t", DEST, push=push)
-        out = w.produce("t", LIST, push=push)
+        out, inc = w.begin(push=push)
         out.ready()
         out.finish()
         await inc
