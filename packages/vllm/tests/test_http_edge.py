@@ -221,22 +221,15 @@ async def test_a_client_that_leaves_without_having_read() -> None:
 
 @pytest.mark.parametrize("path", ["/drain", "/migrate"])
 @pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"host": "localhost:8000", "origin": "http://localhost:8000"}, 200),
-        ({"host": "localhost:8000", "origin": "http://page.example"}, 403),
-        # A name that its owner has let stand for 127.0.0.1.
-        ({"host": "page.example:8000"}, 403),
-    ],
+    "origin", ["http://localhost:8000", "http://a.example", "null"]
 )
-async def test_a_page_in_a_browser(
-    path: str, headers: dict[str, str], status: int
-) -> None:
+async def test_a_page_in_a_browser(path: str, origin: str) -> None:
     """It asks from this host, whoever has written it; a key is what it has not."""
     application = app(Engines(), migrate=True)
     asked = {"engine": D1.url}
+    headers = {"origin": origin}
     said = await call(application, "POST", path, json=asked, headers=headers)
-    assert said.status_code == status
+    assert said.status_code == 403
     application = app(Engines(), migrate=True, operator_key=b"key")
     headers = {**headers, "authorization": "Bearer " + b"key".hex()}
     said = await call(application, "POST", path, json=asked, headers=headers)

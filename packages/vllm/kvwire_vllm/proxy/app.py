@@ -39,7 +39,6 @@ from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import PROXY_BODY_BYTES_MAX, PROXY_RUNNING_MAX
 from kvwire_vllm.proxy.moving import STAYED, Moves
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState, TooMany, fleet_view
-from kvwire_vllm.proxy.web_pages import why_foreign
 from kvwire_vllm.references import UNSIGNED, References
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
@@ -69,7 +68,9 @@ _SENT_TO_ONE: Final = ("/tokenize", "/detokenize")
 # Fields in which engines get references to each other.
 _REFERENCES: Final = ("kv_transfer_params", "ec_transfer_params")
 _DRAIN_WAIT_S_MAX: Final = 3600.0
-_OTHER_SITES: Final = "start the proxy with --operator-key-file"
+_WHO_OPERATES: Final = (
+    "a program on this host sends this, or one with the key of --operator-key-file"
+)
 
 T = TypeVar("T")
 
@@ -272,12 +273,10 @@ class ProxyApp:
             shown = headers.get("authorization", "").encode(errors="surrogateescape")
             allowed = hmac.compare_digest(right, shown)
         else:
-            allowed = is_loopback(request.remote or "")
-            if allowed and (why := why_foreign(headers, _OTHER_SITES)):
-                raise web.HTTPForbidden(text=why)
+            # Browsers name the page that makes them send a POST.
+            allowed = is_loopback(request.remote or "") and "origin" not in headers
         if not allowed:
-            why = "send it from this host, or with the operator's key"
-            raise web.HTTPForbidden(text=why)
+            raise web.HTTPForbidden(text=_WHO_OPERATES)
 
 
 # nginx's status for a client that closed its connection; there is no standard one.
