@@ -8,7 +8,7 @@ its hash. A slot is *free*, *taken* (it is being filled, and has no name yet), o
 is not evicted meanwhile.
 
 Each tenant and slot size has a queue of unpinned named slots, with the next slot to
-evict in front; :mod:`kvwire_store.eviction` has the kinds of queues. A call releases
+evict in front (:mod:`kvwire_store.eviction`). A call releases
 its slots in reverse order of its keys, which are a chain's from the head on. So a
 chain's tail is evicted before its head, without which the tail is worthless.
 
@@ -16,9 +16,8 @@ A size without free slots takes a slab of another size if the whole slab is olde
 every block of its own size. So an unused model makes room, and an active model does not
 lose a slab to a single block of another.
 
-Queues are NumPy arrays of slots (``lru``) or ``OrderedDict`` objects (``s3fifo``), and
-every call loops over its keys in C code. Each call is O(1) per block on average,
-however many blocks the tier holds.
+Queues are NumPy arrays of slots, and every call loops over its keys in C code. Each
+call is O(1) per block on average, however many blocks the tier holds.
 
 Each slot has the number of a tenant (:mod:`kvwire_store.tenants`). A tenant that has
 reached its quota evicts its own blocks. A block older than its tenant's time to live is
@@ -42,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
-from kvwire_store.eviction import EVICTIONS, EvictionQueue, SlotState, each
+from kvwire_store.eviction import EvictionQueue, SlotState, each
 from kvwire_store.keys import NO_SLOT, IndexedSlots, Key, Keys, Orders, Times, as_keys
 from kvwire_store.pins import Pins
 from kvwire_store.placement import BlockState, Placement, Placing, Verb, VerbKind
@@ -69,7 +68,6 @@ class Index:
     """Finds the blocks of one tier. Pure, and not thread-safe.
 
     Attributes:
-        counts_uses: Whether eviction depends on how often blocks were used.
         evicted_blocks: Evicted blocks, by the number of their tenant.
         used_bytes: Bytes of the slots of each tenant.
         kept_bytes: Bytes of each tenant's kept slots.
@@ -93,7 +91,6 @@ class Index:
         "_slots",
         "_state",
         "_used_at",
-        "counts_uses",
         "evicted_blocks",
         "kept_bytes",
         "now",
@@ -107,7 +104,6 @@ class Index:
     def __init__(
         self,
         slabs: Slabs,
-        evict: str = "lru",
         shares: Shares | None = None,
     ) -> None:
         self.slabs: Slabs = slabs
@@ -119,10 +115,9 @@ class Index:
         self.unnamed: set[int] | None = None
         self.shared: SharedIndex | None = None
         self._slots: dict[Key, int] = {}
-        self.counts_uses: bool = EVICTIONS[evict].counts
         self._state = SlotState(slabs.slots)
         # By slot size, then by tenant.
-        new_queue = partial(EVICTIONS[evict], self._state)
+        new_queue = partial(EvictionQueue, self._state)
         self._queues: defaultdict[int, defaultdict[int, EvictionQueue]] = defaultdict(
             partial(defaultdict, new_queue)
         )
@@ -219,7 +214,6 @@ class Index:
         sizes = self.slabs.slot_bytes[slots // self.slabs.stride]
         np.subtract.at(self.used_bytes, self._owner[slots], sizes)
         self._state.pins[slots] = 0
-        self._state.uses[slots] = 0
         self._born[slots] = 0.0
         self._doomed[slots] = False
         self.slabs.give(slots)
@@ -262,23 +256,23 @@ class Index:
         np.add.at(self.used_bytes, self._owner[slots], sizes)
         self.mark(slots, orders)
         self.name(keys, slots, born)
-        self.unpin(keys, slots)
+        self.unpin(slots)
 
     @property
     def pinned(self) -> int:
         """Count the slots that are in use now."""
         return int(np.count_nonzero(self._state.pins > self._kept))
 
-    def pin(self, keys: Keys, slots: Ids) -> None:
+    def pin(self, slots: Ids) -> None:
         """Pin named slots; a slot that is listed twice is pinned twice."""
         if slots.size == 1:
             self._state.pins[slots] += 1
         else:
             np.add.at(self._state.pins, slots, _ONE)
         for queue, which in self._queues_of(slots):
-            queue.hold(keys[which], slots[which])
+            queue.take_out(slots[which])
 
-    def unpin(self, keys: Keys, slots: Ids) -> None:
+    def unpin(self, slots: Ids) -> None:
         """Unpin named slots; they become the most recent, a chain's head last."""
         pins = self._state.pins
         if slots.size == 1:
@@ -289,38 +283,28 @@ class Index:
                 if self._doomed.item(slot):
                     self.give_back(slots)
                 else:
-                    self._release(keys, slots)
+                    self._release(slots)
             return
         assert all_of(pins[slots]), "somebody has let go twice"
         np.subtract.at(pins, slots, _ONE)
         left = pins[slots] == 0
-        names = keys[left][::-1]
         numbers = slots[left][::-1]
         doomed = self._doomed[numbers]
         if any_of(doomed):
             self.give_back(np.unique(numbers[doomed]))
-            names = names[~doomed]
             numbers = numbers[~doomed]
-        self._release(names, numbers)
+        self._release(numbers)
 
-    def used(self, slots: Ids) -> None:
-        """Count a use of named slots, in addition to pins."""
-        for queue, which in self._queues_of(slots):
-            queue.used(slots[which])
-
-    def touch(self, keys: Keys, slots: Ids) -> None:
+    def touch(self, slots: Ids) -> None:
         """Mark named slots as just used; a slot may be listed several times."""
-        if self.counts_uses:
-            self.used(slots)
         if slots.size == 1 and not self._state.pins.item(slots.item(0)):
-            self._release(keys, slots)
+            self._release(slots)
             return
         pins = self._state.pins[slots]
         if any_of(pins):
             free = pins == 0
-            keys = keys[free]
             slots = slots[free]
-        self._release(keys[::-1], slots[::-1])
+        self._release(slots[::-1])
 
     def victims(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Pin and return the blocks to evict next, to make room for ``nbytes``.
@@ -341,7 +325,7 @@ class Index:
         slab = self._older_slab(size, queue) if len(self._queues) > 1 else None
         if slab is not None:
             named = self._named_in(slab)
-            self.pin(*named)
+            self.pin(named.slots)
             return named
         return self._pinned(queue, count)
 
@@ -370,12 +354,9 @@ class Index:
             if any_of(kept) and not evicted:
                 self._unkeep(slots[kept])
                 alone = (pins[slots] == 1) & ~self._doomed[slots]
-            self.unpin(keys[~alone], slots[~alone])
+            self.unpin(slots[~alone])
             keys = keys[alone]
             slots = slots[alone]
-        if self.counts_uses:  # in other queues there are no pinned blocks
-            for queue, which in self._queues_of(slots):
-                queue.remove(keys[which], slots[which])
         each(map(self._slots.pop, keys.tolist()))
         if self.unnamed is not None or self.shared is not None:
             self._lost_names(slots)
@@ -408,7 +389,6 @@ class Index:
         # Slots of the right size go from the old blocks to the new ones. They stay
         # pinned, and counted as used, as if ``take`` had given them.
         mine = gone[:count]
-        self._state.uses[mine] = 0
         self._born[mine] = 0.0
         if gone.size > count:
             self.give_back(gone[count:])
@@ -425,7 +405,7 @@ class Index:
     def evictable(self, named: IndexedSlots) -> IndexedSlots:
         """Return the pinned blocks that nobody has kept since; unpin the others."""
         kept = self._kept[named.slots]
-        self.unpin(named.keys[kept], named.slots[kept])
+        self.unpin(named.slots[kept])
         return IndexedSlots(named.keys[~kept], named.slots[~kept])
 
     def part_with(self, keys: Keys, slots: Ids) -> None:
@@ -436,7 +416,7 @@ class Index:
         mine = ~self._doomed[slots]
         np.add.at(self.evicted_blocks, self._owner[slots[mine]], 1)
         self.delete(keys[mine])
-        self.unpin(keys, slots)
+        self.unpin(slots)
 
     def evict(self, nbytes: int, count: int, tenant: int = 0) -> IndexedSlots:
         """Evict the next blocks; their slots are free."""
@@ -475,7 +455,7 @@ class Index:
         if self.unnamed is not None or self.shared is not None:
             self._lost_names(slots)
         for queue, which in self._queues_of(slots):
-            queue.remove(keys[which], slots[which])
+            queue.take_out(slots[which])
         self._unkeep(slots[self._kept[slots]])
         used = self._state.pins[slots] > 0
         self._doomed[slots[used]] = True
@@ -505,14 +485,14 @@ class Index:
         sizes = self.slabs.slot_bytes[slots[some] // self.slabs.stride]
         np.add.at(self.kept_bytes, self._owner[slots[some]], sizes)
         kept[some] = True
-        self._pins.begin(keys[kept], slots[kept], until)
-        self.pin(keys[some], slots[some])
+        self._pins.begin(slots[kept], until)
+        self.pin(slots[some])
         return kept
 
     def end_late(self) -> None:
         """End the expired pins."""
         if self._pins.next < math.inf and self._pins.next <= (now := self.now()):
-            self.unkeep(*self._pins.late(now))
+            self.unkeep(self._pins.late(now))
 
     def kept(self, keys: Keys) -> Bits:
         """Return which blocks are here and kept."""
@@ -521,12 +501,12 @@ class Index:
         kept: Bits = (slots >= 0) & self._kept[slots]
         return kept
 
-    def unkeep(self, keys: Keys, slots: Ids) -> None:
+    def unkeep(self, slots: Ids) -> None:
         """Allow kept blocks to be evicted again; each is listed once."""
         kept = self._kept[slots]
         self._state.pins[slots[kept]] += 1
         self._unkeep(slots[kept])
-        self.unpin(keys[kept], slots[kept])
+        self.unpin(slots[kept])
 
     def restore_pins(self, keys: Keys, before: Keys, ends: Times) -> None:
         """Undo a pin: only the keys that were kept before stay so, until ``ends``."""
@@ -535,7 +515,7 @@ class Index:
         earlier = set(before[kept].tolist())
         new = np.fromiter((key not in earlier for key in keys), np.bool_, keys.size)
         found = self.find(keys[new])
-        self.unkeep(keys[new][found >= 0], found[found >= 0])
+        self.unkeep(found[found >= 0])
         self._pins.until[slots[kept]] = ends[kept]
         self._pins.next = min(self._pins.next, *ends.tolist(), math.inf)
 
@@ -554,7 +534,7 @@ class Index:
             until = self.now() + verb.ttl_s if verb.ttl_s else math.inf
             done = self.keep(*named, until)
         else:
-            self.unkeep(*named)
+            self.unkeep(named.slots)
         placing.rule(here[done], BlockState.DONE)
         placing.rule(here[~done], BlockState.CLIPPED, _BOUND)
         return placing.end()
@@ -647,7 +627,7 @@ class Index:
             for size, owner in set(zip(sizes.tolist(), owners.tolist(), strict=True))
         ]
 
-    def _release(self, keys: Keys, slots: Ids) -> None:
+    def _release(self, slots: Ids) -> None:
         """Move unpinned slots to the back of their queues, in order."""
         # The head of a chain is a moment younger than what follows it.
         self._clock += slots.size
@@ -655,11 +635,11 @@ class Index:
             slot = slots.item(0)
             slab = slot // self.slabs.stride
             of_size = self._queues[self.slabs.slot_bytes.item(slab)]
-            of_size[self._owner.item(slot)].release(keys, slots)
+            of_size[self._owner.item(slot)].release(slots)
             self._used_at[slot] = self._newest[slab] = self._clock
             return
         for queue, which in self._queues_of(slots):
-            queue.release(keys[which], slots[which])
+            queue.release(slots[which])
         self._used_at[slots] = self._clock - np.arange(slots.size)[::-1]
         self._newest[slots // self.slabs.stride] = self._clock
 
@@ -685,7 +665,7 @@ class Index:
         # No slot of this size will be released, and the caller would wait for ever; so
         # kept blocks do not protect a slab.
         for slab in filter(self._unused, ordered):
-            self.unkeep(*self._named_in(slab))
+            self.unkeep(self._named_in(slab).slots)
             return int(slab)
         return None
 

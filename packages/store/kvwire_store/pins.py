@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from itertools import repeat
 
 import numpy as np
 
 from kvwire.kv.blocks import Bits, Ids
-from kvwire_store.eviction import each
-from kvwire_store.keys import IndexedSlots, Key, Keys, Times, as_keys
+from kvwire_store.keys import Times
 
 
 class Pins:
@@ -21,33 +19,28 @@ class Pins:
         next: No pin ends before this time; infinity if none ends.
     """
 
-    __slots__ = ("_keys", "next", "on", "until")
+    __slots__ = ("next", "on", "until")
 
     def __init__(self, slots: int) -> None:
         self.on: Bits = np.zeros(slots, np.bool_)
         self.until: Times = np.zeros(slots, np.float64)
         self.next: float = math.inf
-        # bounded: by the slots
-        self._keys: dict[int, Key] = {}
 
-    def begin(self, keys: Keys, slots: Ids, until: float) -> None:
+    def begin(self, slots: Ids, until: float) -> None:
         """Pin named slots until a time; the latest of several ends counts."""
         if slots.size:
             before = np.where(self.on[slots], self.until[slots], 0.0)
             self.until[slots] = np.maximum(before, until)
             self.on[slots] = True
             self.next = min(self.next, until)
-            self._keys.update(zip(slots.tolist(), keys.tolist(), strict=True))
 
     def end(self, slots: Ids) -> None:
         """Unpin slots."""
         self.on[slots] = False
-        each(map(self._keys.pop, slots.tolist(), repeat(None)))
 
-    def late(self, now: float) -> IndexedSlots:
+    def late(self, now: float) -> Ids:
         """Return the slots whose pins have expired; the caller ends them."""
         slots = self.on.nonzero()[0]
         over: Bits = self.until[slots] <= now
         self.next = float(self.until[slots[~over]].min(initial=math.inf))
-        slots = slots[over]
-        return IndexedSlots(as_keys(map(self._keys.__getitem__, slots.tolist())), slots)
+        return slots[over]

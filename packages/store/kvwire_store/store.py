@@ -44,7 +44,6 @@ from kvwire.spi import RINGS, CallSnapshot, PartSnapshot, show_part
 from kvwire.types import in_bytes
 from kvwire_store.address import TierAddress
 from kvwire_store.counters import StoreCounters
-from kvwire_store.eviction import EVICTIONS
 from kvwire_store.index import Index
 from kvwire_store.management import HashTokens, StoreManagement
 from kvwire_store.operations.asked import AskedBlocks
@@ -93,16 +92,15 @@ class BlockStore(StoreManagement):
         write: Write,
         tenants: Tenants | None = None,
     ) -> None:
-        memory.require("slab", "evict", "populate", "keep")
+        memory.require("slab", "populate", "keep")
         nbytes = memory.size(memory.place)
         slab = memory.slab_bytes(nbytes)
-        evict = memory.choice("evict", EVICTIONS, "lru")
         tenants = Tenants() if tenants is None else tenants
         self._name = memory.text
         self._thread = LoopThread()
         self._threads = Threads()
         self._tiers = TierStack(
-            Index(Slabs(nbytes // slab, slab), evict, tenants.shares("memory", nbytes)),
+            Index(Slabs(nbytes // slab, slab), tenants.shares("memory", nbytes)),
             below,
             through=write == "through",
             threads=self._threads,

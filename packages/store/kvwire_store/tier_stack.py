@@ -101,17 +101,15 @@ class TierStack:
     def touch(self, keys: Keys, *, released: bool = False, here: bool = True) -> None:
         """Mark a chain's blocks as used in all tiers, its head last.
 
-        If they were just ``released`` together, memory has their order already and only
-        counts the use. Without ``here``, memory has none of them.
+        If they were just ``released`` together, memory has their order already. Without
+        ``here``, memory has none of them.
         """
-        index = self.memory.index
-        if here and (index.counts_uses or not released):
+        if here and not released:
+            index = self.memory.index
             slots = index.find(keys)
             known = slots >= 0
-            if released:
-                index.used(slots[known])
-            elif any_of(known):
-                index.touch(keys[known], slots[known])
+            if any_of(known):
+                index.touch(slots[known])
         for tier in self.below:
             tier.touch(keys)
 
@@ -127,7 +125,7 @@ class TierStack:
         Blocks that are still in ``slots`` are also marked as used.
         """
         if slots is not None:
-            self.memory.index.touch(keys, slots)
+            self.memory.index.touch(slots)
             for tier in self.below:
                 tier.touch(keys)
         self.memory.counts.read_blocks += keys.size

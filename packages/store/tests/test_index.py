@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,10 +20,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvwire.kv.blocks import Ids
-from kvwire_store.eviction import EVICTIONS
 from kvwire_store.index import Index
-from kvwire_store.keys import NO_SLOT, Keys, as_keys, once
+from kvwire_store.keys import NO_SLOT, IndexedSlots, Keys, as_keys, once
 from kvwire_store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.support.depth import examples
 
@@ -81,7 +78,7 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         names = self._some(data, list(self.slot))
-        self.index.pin(*self._named(names))
+        self.index.pin(self._named(names).slots)
         for name in names:
             self.pins[name] += 1
             self.idle[self.size[name]].pop(name, None)
@@ -95,7 +92,7 @@ class Model(RuleBasedStateMachine):
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         names = data.draw(st.lists(st.sampled_from(list(self.slot)), unique=True))
-        self.index.touch(*self._named(names))
+        self.index.touch(self._named(names).slots)
         for name in reversed(names):
             if not self.pins[name]:
                 self.idle[self.size[name]].move_to_end(name)
@@ -165,7 +162,7 @@ class Model(RuleBasedStateMachine):
         assert len(self.index) == len(self.slot)
 
     def _unpin(self, names: list[bytes]) -> None:
-        self.index.unpin(*self._named(names))
+        self.index.unpin(self._named(names).slots)
         for name in reversed(names):
             self.pins[name] -= 1
             if not self.pins[name]:
@@ -177,9 +174,9 @@ class Model(RuleBasedStateMachine):
         alike = [name for name in names if self.size[name] == size]
         return data.draw(st.lists(st.sampled_from(alike), unique=True, min_size=1))
 
-    def _named(self, names: list[bytes]) -> tuple[Keys, Ids]:
+    def _named(self, names: list[bytes]) -> IndexedSlots:
         slots = np.array([self.slot[name] for name in names], np.int64)
-        return as_keys(names), slots
+        return IndexedSlots(as_keys(names), slots)
 
 
 def test_any_order_of_calls() -> None:
@@ -209,10 +206,10 @@ def test_a_block_held_twice_at_once_is_held_twice() -> None:
     filled(index, 1, [b"a"])
     twice = as_keys([b"a", b"a"])
     slots = index.find(twice)
-    index.pin(twice, slots)
-    index.unpin(twice[:1], slots[:1])
+    index.pin(slots)
+    index.unpin(slots[:1])
     assert index.evict(GRAIN_BYTES, 1).keys.size == 0
-    index.unpin(twice[:1], slots[:1])
+    index.unpin(slots[:1])
     assert index.evict(GRAIN_BYTES, 1).keys.tolist() == [b"a"]
 
 
@@ -228,23 +225,22 @@ def test_slots_of_several_sizes_are_held_and_used_as_one() -> None:
     keys = as_keys([b"small", b"large"])
     slots = np.concatenate([index.take(n * GRAIN_BYTES, 1) for n in (1, 2)])
     index.name(keys, slots)
-    index.unpin(keys, slots)
-    index.pin(keys, slots)
+    index.unpin(slots)
+    index.pin(slots)
     for size in (1, 2):
         assert not index.victims(size * GRAIN_BYTES, 1).slots.size
-    index.unpin(keys, slots)
-    index.touch(keys, slots)
+    index.unpin(slots)
+    index.touch(slots)
     for size, key in ((1, b"small"), (2, b"large")):
         assert index.evict(size * GRAIN_BYTES, 1).keys.tolist() == [key]
     assert not index.slabs.used.any()
 
 
-@pytest.mark.parametrize("evict", EVICTIONS)
-def test_no_call_has_bytecode_for_each_block(evict: str) -> None:
+def test_no_call_has_bytecode_for_each_block() -> None:
     """As many steps for 400 blocks as for 4, and among 3,000 as among 30."""
     steps = set()
     for blocks, used in ((30, 4), (3_000, 4), (3_000, 400)):
-        index = Index(Slabs(blocks // 10, 16 * GRAIN_BYTES), evict)
+        index = Index(Slabs(blocks // 10, 16 * GRAIN_BYTES))
         names = [b"%d" % i for i in range(blocks)]
         filled(index, 1, names)
         some = as_keys(names[:used])
@@ -254,9 +250,9 @@ def test_no_call_has_bytecode_for_each_block(evict: str) -> None:
 
 def use(index: Index, keys: Keys) -> None:
     slots = index.find(keys)
-    index.pin(keys, slots)
-    index.unpin(keys, slots)
-    index.touch(keys, slots)
+    index.pin(slots)
+    index.unpin(slots)
+    index.touch(slots)
 
 
 def steps_of(call: Callable[[], None]) -> int:

@@ -212,13 +212,11 @@ async def test_what_is_pinned_while_it_makes_room_stays() -> None:
         assert index.kept_bytes.sum() == len(going) * GRAIN_BYTES
 
 
-@pytest.mark.parametrize("evict", ["lru", "s3fifo"])
-async def test_what_one_tenant_has_pinned_lets_another_put(evict: str) -> None:
+async def test_what_one_tenant_has_pinned_lets_another_put() -> None:
     """Also where it is all that the one has, and was used less recently."""
     tenants = Tenants(["a?pinned=32KiB", "b"])
-    memory = f"memory:128KiB?evict={evict}"
     cache = Filled(seed=1).cache
-    async with store_on(memory=memory, tenants=tenants) as store:
+    async with store_on(memory="memory:128KiB", tenants=tenants) as store:
         pinned, hashes = chain(8, "pinned"), chain(32)
         await store.put(pinned, cache, range(8), tenant="a")
         assert (await store.pin(pinned, cache, tenant="a")).prefix == 8

@@ -68,7 +68,7 @@ class Clock:
 class Shared:
     """An index of 16 slots of one grain and two tenants, 1 with a quota of 8."""
 
-    def __init__(self, evict: str = "lru", ttl_s: float = 0.0) -> None:
+    def __init__(self, ttl_s: float = 0.0) -> None:
         self.clock = Clock()
         grains = [1024, 8, 1024]
         shares = Shares(
@@ -77,7 +77,7 @@ class Shared:
             [0.0, ttl_s, 0.0],
         )
         slabs = Slabs(2, 8 * GRAIN_BYTES)
-        self.index = Index(slabs, evict, shares)
+        self.index = Index(slabs, shares)
         self.index.now = self.clock
 
     def put(self, tenant: int, *names: str, grains: int = 1) -> list[str]:
@@ -90,7 +90,7 @@ class Shared:
                 gone += [key.decode() for key in found.tolist()]
             keys = as_keys([name.encode()])
             self.index.name(keys, slots)
-            self.index.unpin(keys, slots)
+            self.index.unpin(slots)
         return gone
 
     def keep(self, *names: str) -> list[bool]:
@@ -102,9 +102,8 @@ class Shared:
         return bool(self.index.find(as_keys([name.encode()]))[0] != NO_SLOT)
 
 
-@pytest.mark.parametrize("evict", ["lru", "s3fifo"])
-def test_a_quota_takes_from_nobody_else(evict: str) -> None:
-    shared = Shared(evict)
+def test_a_quota_takes_from_nobody_else() -> None:
+    shared = Shared()
     assert shared.put(2, *"abcdefgh") == []
     assert shared.put(1, *"ijklmnop") == []
     assert shared.put(1, *"qrstuvwx") == list("ijklmnop")
@@ -112,7 +111,7 @@ def test_a_quota_takes_from_nobody_else(evict: str) -> None:
     assert shared.index.used_bytes.tolist() == [0, 8 * GRAIN_BYTES, 8 * GRAIN_BYTES]
     assert shared.index.evicted_blocks.tolist() == [0, 8, 0]
     # One below its quota takes what was used least recently, whoever has it.
-    assert shared.put(2, "y") == ["a"] if evict == "lru" else ["a", "q"]
+    assert shared.put(2, "y") == ["a"]
 
 
 def test_a_quota_of_one_size_makes_room_for_another() -> None:
@@ -130,13 +129,13 @@ def test_a_block_is_gone_when_its_time_is_over() -> None:
     shared.put(2, "c")
     held = as_keys([b"b"])
     slots = shared.index.find(held)
-    shared.index.pin(held, slots)
+    shared.index.pin(slots)
     shared.clock.now += 9
     shared.put(1, "d")
     shared.clock.now += 1
     assert [name in shared for name in "abcd"] == [False, False, True, True]
     assert shared.index.used_bytes.tolist() == [0, 2 * GRAIN_BYTES, GRAIN_BYTES]
-    shared.index.unpin(held, slots)
+    shared.index.unpin(slots)
     assert shared.index.used_bytes[1] == GRAIN_BYTES
     # Also when nobody asks for it, but for its room.
     shared.clock.now += 10
@@ -151,13 +150,13 @@ def test_what_is_kept_stays_as_far_as_it_may() -> None:
     shared.put(0, *"ijklmnop")
     assert shared.put(2, *"qr") == ["e", "f"]
     keys = as_keys([b"a", b"e"])
-    shared.index.unkeep(keys[:1], shared.index.find(keys[:1]))
+    shared.index.unkeep(shared.index.find(keys[:1]))
     assert shared.index.kept_bytes[2] == 3 * GRAIN_BYTES
     assert shared.put(2, *"stuvwxyzABCDE")[-1] == "a"
     assert all(name in shared for name in "bcd")
     # A size that has no slab at all is not kept from its first one.
     keys = as_keys([b"d"])
-    shared.index.unkeep(keys, shared.index.find(keys))
+    shared.index.unkeep(shared.index.find(keys))
     shared.put(2, "0", grains=2)
     assert all(name in shared for name in "bcd0")
     assert shared.keep("0") == [True]
@@ -165,15 +164,14 @@ def test_what_is_kept_stays_as_far_as_it_may() -> None:
     assert shared.index.pinned == 0
 
 
-@pytest.mark.parametrize("evict", ["lru", "s3fifo"])
-def test_what_is_deleted_is_not_found_and_free_when_nobody_reads_it(evict: str) -> None:
-    shared = Shared(evict)
+def test_what_is_deleted_is_not_found_and_free_when_nobody_reads_it() -> None:
+    shared = Shared()
     index = shared.index
     shared.put(1, *"abc")
     shared.keep("a")
     keys = as_keys([b"a", b"b", b"b", b"z"])
     slots = index.find(keys[:2])
-    index.pin(keys[1:2], slots[1:])
+    index.pin(slots[1:])
     assert sorted(index.delete(keys)) == sorted(slots)
     assert [name in shared for name in "abc"] == [False, False, True]
     assert index.doomed(slots)
@@ -212,12 +210,10 @@ def test_who_needs_room_looks_for_old_blocks_once_a_second(
 
 
 def test_who_has_nothing_yet_makes_room_of_what_others_have() -> None:
-    index = Index(
-        Slabs(1, 2 * GRAIN_BYTES), "lru", Tenants(["a", "b"]).shares("", 1 << 20)
-    )
+    index = Index(Slabs(1, 2 * GRAIN_BYTES), Tenants(["a", "b"]).shares("", 1 << 20))
     keys, slots = as_keys([b"a", b"b"]), index.take(GRAIN_BYTES, 2, 1)
     index.name(keys, slots)
-    index.unpin(keys, slots)
+    index.unpin(slots)
     assert index.victims(GRAIN_BYTES, 1, 2).keys.tolist() == [b"b"]
 
 
@@ -225,11 +221,11 @@ def test_a_block_that_grows_too_old_while_it_is_pinned_is_not_pinned() -> None:
     """Of a call that looks once, whatever the time is at its end."""
     clock = Clock()
     shares = Tenants(["t?ttl=60"]).shares("memory", 1 << 20)
-    index = Index(Slabs(1, 8 * GRAIN_BYTES), "lru", shares)
+    index = Index(Slabs(1, 8 * GRAIN_BYTES), shares)
     index.now = clock
     keys, slots = as_keys([b"a"]), index.take(GRAIN_BYTES, 1, 1)
     index.name(keys, slots)
-    index.unpin(keys, slots)
+    index.unpin(slots)
     looked = []
 
     def later() -> float:

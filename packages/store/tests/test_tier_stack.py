@@ -55,7 +55,7 @@ async def fill(tiers: TierStack, keys: Keys, order: int = 0) -> Ids:
     slots = await memory.take(NAMESPACE.image_bytes, keys.size)
     memory.index.mark(slots, np.full(keys.size, order, np.uint8))
     memory.index.name(keys, slots)
-    memory.unpin(keys, slots)
+    memory.unpin(slots)
     return slots
 
 

@@ -123,7 +123,7 @@ class AskedBlocks:
         born = None if came.born is None else came.born[:count]
         keys = came.keys[:count]
         memory.index.name(keys, taken, born, came.orders[:count])
-        memory.unpin(keys, taken)
+        memory.unpin(taken)
 
     def _begin(self, tier: Tier) -> bool:
         index = self._tiers.memory.index

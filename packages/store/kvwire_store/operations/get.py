@@ -186,7 +186,7 @@ class GetOperation(Operation):
         # 1. Blocks in memory are handed out at once. They are found and pinned in the
         # same turn of the loop, so no eviction can come between.
         if any_of(here):
-            memory.index.pin(keys[here], slots[here])
+            memory.index.pin(slots[here])
             await self._hand_out(request, positions[here], slots[here], None)
             return here
         tier = self.tiers.mapped if self.reads_in_place else None
@@ -411,7 +411,7 @@ class GetOperation(Operation):
             orders = memory.index.orders(slots)
             await self.copy(request, positions, images, orders)
         finally:
-            memory.unpin(request.keys[positions], slots)
+            memory.unpin(slots)
         if positions.size == request.keys.size:
             self._released.add(request)
         self._codes[request][positions] = 0

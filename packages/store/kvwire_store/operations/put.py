@@ -101,7 +101,7 @@ class PutOperation(Operation):
             if self.tiers.through and slots.size:
                 await self._write_through(request, positions[held], slots)
         finally:
-            memory.unpin(keys[held], slots)
+            memory.unpin(slots)
         if slots.size == request.keys.size:
             self._released.add(request)
         return held
@@ -142,7 +142,7 @@ class PutOperation(Operation):
             taken = self._arrived[positions[lacking]]
             self._arrived[positions[lacking]] = NO_SLOT
         if any_of(held):
-            memory.index.pin(keys[held], slots[held])
+            memory.index.pin(slots[held])
         memory.in_flight.begin(keys[mine])
         try:
             if mine.size:
@@ -153,7 +153,7 @@ class PutOperation(Operation):
                 memory.index.name(keys[mine], taken, None, request.order)
         except BaseException:
             memory.give_back(taken)
-            memory.unpin(keys[held], slots[held])
+            memory.unpin(slots[held])
             raise
         finally:
             memory.in_flight.end(keys[mine])

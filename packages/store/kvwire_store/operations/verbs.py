@@ -216,7 +216,7 @@ class _Prefetch:
         index = self._memory.index
         named = keys[here]
         nbytes = self._namespace.image_bytes
-        index.pin(named, slots)
+        index.pin(slots)
         try:
             batch = Batch(
                 named,
@@ -226,7 +226,7 @@ class _Prefetch:
             )
             landed = await target.write(self._namespace, batch) == LANDED
         finally:
-            self._memory.unpin(named, slots)
+            self._memory.unpin(slots)
         placing.rule(here[landed], BlockState.DONE)
         large = target.too_large(self._namespace)
         state = BlockState.REFUSED if large else BlockState.DEFERRED

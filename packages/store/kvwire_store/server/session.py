@@ -419,14 +419,14 @@ class ClientSession:
         async with self._berths.one() as berth:
             slots = memory.index.find(keys)
             if all_of(slots >= 0) and self._served.lend(nbytes):
-                memory.index.pin(keys, slots)
+                memory.index.pin(slots)
                 try:
                     orders = memory.index.orders(slots)
                     found = memory.images(slots, namespace.image_bytes)
                     results = np.zeros(keys.size, np.uint8)
                     await self._send_found(request, results, "", orders, found)
                 finally:
-                    memory.unpin(keys, slots)
+                    memory.unpin(slots)
                     self._served.lend(-nbytes)
                 self._tiers.touch(keys, released=True)
                 self._tiers.got(keys, namespace)

@@ -44,7 +44,6 @@ from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
 from kvwire_store.address import TierAddress
-from kvwire_store.eviction import EVICTIONS
 from kvwire_store.images import Sums, image_sums, images_in, named_sums, views_of
 from kvwire_store.index import Index
 from kvwire_store.keys import IndexedSlots, Keys, Orders, once
@@ -114,7 +113,6 @@ class DiskTier(CodedTier):
         address: TierAddress,
         directory: TierDirectory,
         tenants: Tenants,
-        evict: str,
     ) -> None:
         super().__init__(address)
         self._directory = directory
@@ -123,7 +121,7 @@ class DiskTier(CodedTier):
         self._slabs = Slabs(directory.slabs, directory.index.slab_bytes)
         nbytes = len(self._slabs) * self._slabs.slab_bytes
         self._tenants = tenants
-        self.index = Index(self._slabs, evict, tenants.shares("disk", nbytes))
+        self.index = Index(self._slabs, tenants.shares("disk", nbytes))
         self._sums = np.zeros(self._slabs.slots, np.uint64)
         self._nbytes = np.zeros(self._slabs.slots, np.int64)
         self._trusted = np.zeros(self._slabs.slots, np.bool_)
@@ -152,11 +150,11 @@ class DiskTier(CodedTier):
         *,
         file_type: type[File] = File,
     ) -> DiskTier:
-        """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=...&evict=...``.
+        """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=...``.
 
         Cancel safety: the directory is unlocked and closed again.
         """
-        nbytes, slab_bytes, sync, evict = cls._asked(address)
+        nbytes, slab_bytes, sync = cls._asked(address)
         place = Path(address.place)
         threads = Threads()
         opened: list[TierDirectory] = []
@@ -165,9 +163,7 @@ class DiskTier(CodedTier):
             opened.append(
                 TierDirectory(place, nbytes, slab_bytes, sync == "put", file_type)
             )
-            return cls(
-                address, opened[0], Tenants() if tenants is None else tenants, evict
-            )
+            return cls(address, opened[0], Tenants() if tenants is None else tenants)
 
         try:
             return await threads.run(open_it)
@@ -186,9 +182,9 @@ class DiskTier(CodedTier):
             threads.close()
 
     @staticmethod
-    def _asked(address: TierAddress) -> tuple[int, int, str, str]:
-        """Return the options: size, slab size, sync mode and eviction."""
-        address.require("size", "slab", "sync", "evict", "codec")
+    def _asked(address: TierAddress) -> tuple[int, int, str]:
+        """Return the options: size, slab size and sync mode."""
+        address.require("size", "slab", "sync", "codec")
         if not address.place or "size" not in address.options:
             raise UsageError(f"tier {address.text!r}: write disk:DIRECTORY?size=100GiB")
         nbytes = address.size(address.options["size"])
@@ -196,7 +192,6 @@ class DiskTier(CodedTier):
             nbytes,
             address.slab_bytes(nbytes),
             address.choice("sync", _SYNCS, "flush"),
-            address.choice("evict", EVICTIONS, "lru"),
         )
 
     async def find(self, keys: Keys) -> Orders:
@@ -215,9 +210,9 @@ class DiskTier(CodedTier):
         slots = self.index.find(keys)
         here = slots >= 0
         if all_of(here):
-            self.index.touch(keys, slots)
+            self.index.touch(slots)
         elif any_of(here):
-            self.index.touch(keys[here], slots[here])
+            self.index.touch(slots[here])
 
     def too_large(self, namespace: Namespace) -> str:
         # The size of an encoded block is known only after encoding.
@@ -284,7 +279,7 @@ class DiskTier(CodedTier):
         slots = slots[here]
         if batch.born is not None:
             batch.born[here] = self.index.born(slots)
-        self.index.pin(part.keys, slots)
+        self.index.pin(slots)
         bad = np.zeros(here.size, np.bool_)
         try:
             got = None
@@ -303,7 +298,7 @@ class DiskTier(CodedTier):
             self._trusted[slots[got == FAILED]] = False
             bad = got == DAMAGED
         finally:
-            self.index.unpin(part.keys[~bad], slots[~bad])
+            self.index.unpin(slots[~bad])
         if bad.any():
             await self._discard(part.keys[bad], slots[bad])
         return results
@@ -462,9 +457,8 @@ class DiskTier(CodedTier):
         if slots.size < left.size and (news := self._slabs.news_of(nbytes)):
             logger.warning("tier %s lacks room: %s", sayable(self.name), news)
         mine = index.find(keys)
-        names = keys[mine >= 0]
         mine = mine[mine >= 0]
-        index.pin(names, mine)
+        index.pin(mine)
         evicted = IndexedSlots.joined()
         if over := index.overdrawn(nbytes, tenant):
             evicted = index.own_victims(rounded(nbytes), over, tenant)
@@ -478,12 +472,12 @@ class DiskTier(CodedTier):
             # Without a free slot, a block has to go before another one is written.
             more = index.victims(nbytes, lacking if slots.size else 1, tenant)
             evicted = IndexedSlots.joined(evicted, more)
-        index.unpin(names, mine)
+        index.unpin(mine)
         # The old image of a block that could not be read goes once it is written again.
         again = keys[left[: slots.size]]
         old = index.find(again)
         replaced = IndexedSlots(again[old >= 0], old[old >= 0])
-        index.pin(*replaced)
+        index.pin(replaced.slots)
         return _Room(slots, IndexedSlots.joined(evicted, replaced))
 
     def _reserve(self, nbytes: int) -> int:
@@ -531,11 +525,11 @@ class DiskTier(CodedTier):
                 self._trusted[slots] = True
                 self.index.mark(slots, batch.orders)
                 self.index.name(batch.keys, slots, batch.born)
-                self.index.unpin(batch.keys, slots)
+                self.index.unpin(slots)
                 self._written_blocks += slots.size
             else:
                 self.index.give_back(slots)
-                self.index.unpin(evicted.keys[::-1], evicted.slots[::-1])
+                self.index.unpin(evicted.slots[::-1])
         return written
 
     @contextmanager

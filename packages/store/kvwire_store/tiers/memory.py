@@ -214,7 +214,7 @@ class MemoryTier:
                 slots = np.concatenate((slots, more)) if slots.size else more
                 slots.sort()
             else:
-                self.unpin(named.keys[::-1], named.slots[::-1])
+                self.unpin(named.slots[::-1])
         if self._ahead:
             self._keep_headroom(nbytes)
         self.below[slots] = self.untaken[slots] = False
@@ -226,9 +226,9 @@ class MemoryTier:
             self.index.give_back(slots)
             self._notify()
 
-    def unpin(self, keys: Keys, slots: Ids) -> None:
+    def unpin(self, slots: Ids) -> None:
         """Unpin slots that have a key."""
-        self.index.unpin(keys, slots)
+        self.index.unpin(slots)
         if self._changed is not None:
             self._notify()
 
@@ -303,12 +303,12 @@ class MemoryTier:
             keys = wanted[first : first + step]
             slots = self.index.find(keys)
             named = IndexedSlots(keys[slots >= 0], slots[slots >= 0])
-            self.index.pin(*named)
+            self.index.pin(named.slots)
             try:
                 await self._demote(named)
                 left += int(np.count_nonzero(self.untaken[named.slots]))
             finally:
-                self.unpin(*named)
+                self.unpin(named.slots)
         return left
 
     async def empty(self) -> None:
@@ -316,7 +316,7 @@ class MemoryTier:
 
         Cancel safety: safe, it may be called again.
         """
-        self.index.unkeep(*self.index.named())
+        self.index.unkeep(self.index.named().slots)
         for nbytes in self.index.sizes:
             step = max(1, STORE_BATCH_BYTES // nbytes)
             while await self._evict(nbytes, step) is not None:
@@ -383,7 +383,7 @@ class MemoryTier:
             kept = self._losing and not lose
         finally:
             if kept:  # they may be nowhere else
-                self.unpin(named.keys[::-1], named.slots[::-1])
+                self.unpin(named.slots[::-1])
         if kept:
             return None
         taken = self.index.replace(*named, nbytes, take, tenant)

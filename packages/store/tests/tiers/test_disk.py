@@ -362,7 +362,7 @@ async def test_the_block_that_was_written_last_goes_last(tmp_path: Path) -> None
     for some in keys[:1], keys[1:], keys[:1]:
         if (slots := tier.index.find(some)).min() >= 0:
             # Forgotten, and its entry is not written over.
-            tier.index.pin(some, slots)
+            tier.index.pin(slots)
             tier.index.forget(some, slots)
         images = images_in(memory, namespace.image_bytes, some.size)
         batch = Batch(some, np.zeros(some.size, np.uint8), images)
@@ -372,7 +372,7 @@ async def test_the_block_that_was_written_last_goes_last(tmp_path: Path) -> None
     named = tier.index.victims(namespace.image_bytes, 3)
     # Of those that were written together, the tail of the chain.
     assert named.keys.tolist() == [keys[2], keys[1], keys[0]]
-    tier.index.unpin(*named)
+    tier.index.unpin(named.slots)
     await tier.close()
 
 

@@ -60,7 +60,7 @@ def memory(below: Below) -> Iterator[MemoryTier]:
 
 def name(memory: MemoryTier, keys: Keys, slots: Ids) -> None:
     memory.index.name(keys, slots)
-    memory.unpin(keys, slots)
+    memory.unpin(slots)
 
 
 async def full(memory: MemoryTier) -> Keys:
@@ -120,12 +120,12 @@ async def test_what_is_used_meanwhile_stays(memory: MemoryTier, below: Below) ->
     await some_turns()
     # The tail goes first; somebody reads it while it is on its way down.
     tail, slot = keys[-1:], memory.index.find(keys[-1:])
-    memory.index.pin(tail, slot)
+    memory.index.pin(slot)
     gate.set()
     taken = await taking
     assert memory.index.find(tail) == slot
     assert taken != slot
-    memory.unpin(tail, slot)
+    memory.unpin(slot)
     memory.give_back(taken)
     await memory.settle()
 

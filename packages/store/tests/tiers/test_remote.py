@@ -462,11 +462,11 @@ async def test_a_small_get_finds_no_room_in_memory(by_tcp: None) -> None:
         await turns(2)  # memory gets its copies behind the caller
         memory = inside.tiers(store).memory
         here = memory.index.named()
-        memory.index.pin(*here)
+        memory.index.pin(here.slots)
         assert (await store.get(chain(2)[1:], target.cache, [1])).complete
         await turns(2)
         assert in_memory(store, chain(2)) == [True, False]
-        memory.unpin(*here)
+        memory.unpin(here.slots)
         assert (await store.get(chain(3)[2:], target.cache, [2])).complete
         await turns(2)
         assert in_memory(store, chain(3)) == [False, False, True]
