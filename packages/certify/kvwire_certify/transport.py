@@ -61,7 +61,6 @@ TARGETS: Final = {
     "ucx": Needs(("libucx",), "pip install libucx-cu12, or the UCX of the system"),
     "ucxx": Needs(("ucxx",), "pip install ucxx-cu12"),
     "vllm": Needs(("vllm", "nixl"), "pip install vllm nixl"),
-    "vllm_engine": Needs(("vllm", "nixl"), "pip install vllm nixl"),
 }
 """The targets that come with kvwire (modules of ``kvwire_certify.targets``),
 with the packages that each needs.

@@ -20,7 +20,7 @@ TRANSPORTS = ("kvwire:tcp", "kvwire:local", "kvwire:ucx")
 # An engine is loaded within three times as long.
 LIMIT_S = 60.0
 # They have no puts.
-STORES = {"llamacpp", "vllm", "vllm_engine"}
+STORES = {"llamacpp", "vllm"}
 ONCE = Schedule(
     seed=0,
     slots=4,
