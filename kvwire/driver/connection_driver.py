@@ -42,11 +42,13 @@ from kvwire.limits import (
     CONTROL_QUEUE_BYTES_MAX,
     KIB,
     LINK_QUEUE_BYTES,
+    SMALL_SEGMENT_BYTES,
     WAITING_LOG_S,
     WAKEUP_BYTES,
 )
 from kvwire.memory.buffers import mid_page_memory, uncleared
 from kvwire.memory.checksum import LOW_32_BITS, view_digest
+from kvwire.memory.copy import copy
 from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
@@ -83,6 +85,8 @@ _CLEARED_BYTES_MAX: Final = 4 * KIB
 # What a link cannot send at once of a frame up to this size, it copies: a larger one
 # stays in its own memory.
 _COPIED_BYTES_MAX: Final = 72 * KIB
+# Behind more frames than this, a part of a transfer is not copied but queued.
+_FRAMES_MAX: Final = 8
 # How many events in one turn of the loop make payload queue up again. More events, or a
 # task that causes one in each turn, cannot keep payload from being sent.
 _PUT_OFF_MAX: Final = 64
@@ -255,7 +259,9 @@ class ConnectionDriver(LinkHandler):
         """Send a part of a transfer at once, or queue it for :meth:`run` to send.
 
         It is sent at once if no frame goes before it. Then the link has taken it when
-        this returns, and its memory need not be kept.
+        this returns, and its memory need not be kept. A copy of a small part is sent
+        behind the frames that are due, such as the transfer's own AGREE; then the
+        caller has to call :meth:`run`.
 
         Args:
             request: The transfer.
@@ -268,12 +274,13 @@ class ConnectionDriver(LinkHandler):
         segment = transfers.mark(request, box, nbytes, commit)
         if (
             segment.unsent_mark is None
-            or self.running
-            or self._outbox.frames
             or self._chunks.busy
             or not (transfers.only_link or self._link_carries)
         ):
             transfers.queue(segment, self._buffers.lend(memory))
+            return segment
+        if self.running or self._outbox.frames:
+            self._send_behind(segment, memory)
             return segment
         copies = self._copies
         payload, check = self._checks.seal(memory, copies, segment)
@@ -289,6 +296,28 @@ class ConnectionDriver(LinkHandler):
             transfers.keep(chunk, self._buffers.lend(memory))
             self.link.flush()
         return segment
+
+    def _send_behind(self, segment: SegmentRecord, memory: Payload) -> None:
+        """Send a newly marked segment behind the frames that are due."""
+        transfers = self.transfers
+        frames = self._outbox.frames
+        nbytes = memory.nbytes
+        if (
+            nbytes > SMALL_SEGMENT_BYTES
+            or len(frames) >= _FRAMES_MAX
+            or self.link.queued_bytes >= SMALL_SEGMENT_BYTES
+            or (isinstance(memory, Fragments) and memory.device is not None)
+        ):
+            transfers.queue(segment, self._buffers.lend(memory))
+            return
+        # Its memory is not touched again, so nothing holds it.
+        data = mid_page_memory(nbytes).data
+        copy(memory, data)
+        check = self._checks.seal(data, self._copies, None)[1]
+        header = transfers.leave(segment, check)[1]
+        frames.append((header, data))  # bounded: _FRAMES_MAX
+        if segment.commit:
+            transfers.settle(segment.request)
 
     @property
     def _link_carries(self) -> bool:
@@ -399,7 +428,7 @@ class ConnectionDriver(LinkHandler):
         except ProtocolError as exc:
             self._broken(exc)
             return
-        self.run()
+        self.run(woken=arrival.place is _WHOLE)  # perhaps a layer's readers
 
     def frame_sent(self, link: Link, token: object) -> None:
         if not isinstance(token, Chunk):
@@ -431,7 +460,7 @@ class ConnectionDriver(LinkHandler):
 
     # --- draining the core ------------------------------------------------------------
 
-    def run(self, *, its_turn: bool = False) -> None:
+    def run(self, *, its_turn: bool = False, woken: bool = False) -> None:
         """Do everything that the core requests now.
 
         Queue frames, dispatch events, then send payload, until nothing is left. Frames
@@ -440,7 +469,8 @@ class ConnectionDriver(LinkHandler):
         An event wakes its waiter in the next turn of the loop. Sending much payload
         would delay that waiter until the link has taken megabytes, so it is deferred to
         a separate turn behind the waiter. ``its_turn`` marks this separate turn, in
-        which the payload is not deferred again, whatever else happens.
+        which the payload is not deferred again, whatever else happens. ``woken``: a
+        waiter was woken already.
         """
         if self.running:
             return  # called from inside a run, which continues until nothing is left
@@ -449,7 +479,7 @@ class ConnectionDriver(LinkHandler):
         acts = self._acts
         frames = self._outbox.frames
         events = self._outbox.events
-        queued = woken = False
+        queued = False
         self.running = True
         try:
             while True:

@@ -50,7 +50,8 @@ class Timings:
         memory_wait_s: In a push, for memory at the consumer.
         mark_wait_s: For the producer's next mark (so for its compute), while no data
             was in flight.
-        wire_s: For the payload in flight.
+        wire_s: For the payload in flight. The consumer of a small part notices it when
+            it is whole, and counts the wait as ``mark_wait_s``.
         commit_s: For the final confirmation, once everything had landed.
         lost_s: For a peer that was silent, or whose connection was lost.
     """

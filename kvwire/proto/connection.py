@@ -270,6 +270,8 @@ class ConnectionCore:
             part.data_landed(arrival, intact=intact)
         elif header.type == _WINDOW_DATA:
             self.windows.data_landed(arrival, body, intact=intact)
+        elif header.type == _MARKED_DATA:
+            self.transfers.marked_whole(header, body, intact=intact)
         elif self.error is None:
             assert isinstance(body, bytes)
             plain = self.outbox.framing.open(header, arrival.raw, body)

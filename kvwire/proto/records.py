@@ -188,6 +188,11 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
         unsent_marks: Producer: segments whose chunks will carry their marks, in order.
         on_sent: Producer: called when a segment was sent and no more than
             ``on_sent_bytes`` are left. It must not call the core.
+        take: Consumer: called with a newly marked segment of at most
+            SMALL_SEGMENT_BYTES and its bytes, or None if they arrived damaged. It
+            checks the box before it copies the bytes to their place, and raises
+            ProtocolError if the box is wrong. It must not call the core. If it is None,
+            each segment is reported first, and the front gives it memory.
         committed: Whether COMMIT was sent or received.
         acknowledge: Segments to name in the next SEGMENT_ACK.
         damaged: Segments that arrived damaged; on the producer, after COMMIT_ACK.
@@ -202,6 +207,7 @@ class TransferRecord(msgspec.Struct, eq=False, kw_only=True):
     unsent_marks: dict[SegmentRecord, None] = msgspec.field(default_factory=dict)
     on_sent: Callable[[], None] | None = None
     on_sent_bytes: int = 0
+    take: Callable[[SegmentRecord, bytes | memoryview | None], None] | None = None
     committed: bool = False
     acknowledge: list[int] = msgspec.field(default_factory=list)
     damaged: list[int] = msgspec.field(default_factory=list)

@@ -30,6 +30,7 @@ from kvwire.limits import (
     LAST_FINS_MAX,
     SEGMENTS_TOGETHER,
     SETTLED_MAX,
+    SMALL_SEGMENT_BYTES,
     TRANSFERS_WAITING_MAX,
 )
 from kvwire.proto.chunks import Chunk, ChunkMover
@@ -73,6 +74,7 @@ _DATA = int(FrameType.DATA)
 _MARKED_DATA = int(FrameType.MARKED_DATA)
 _INCOMING = RequestKind.INCOMING
 _MARKED = ChunkPlace.MARKED
+_WHOLE = ChunkPlace.WHOLE
 _MOVING = RequestStage.MOVING
 # The buffer of a chunk whose memory is not in the table of holds yet.
 _NO_BUFFER = BufferId(0)
@@ -367,6 +369,14 @@ class Transfers:
         request = self._requests.find(header.request)
         if request is None:
             return None
+        segment = self._mark(header, body, request)
+        self._outbox.report(SegmentMarked(segment=segment))
+        return segment
+
+    def _mark(
+        self, header: Header, body: SegmentBody, request: RequestRecord
+    ) -> SegmentRecord:
+        """Check and record a segment that the producer has marked."""
         if request.kind is not _INCOMING:
             raise _wrong_kind(header, request)
         transfer = self.records[request]
@@ -388,7 +398,6 @@ class Transfers:
         )
         transfer.segments[due] = segment  # bounded: SEGMENTS_MAX
         transfer.open_segments += 1
-        self._outbox.report(SegmentMarked(segment=segment))
         transfer.committed = body.commit > 0
         return segment
 
@@ -401,6 +410,14 @@ class Transfers:
                 "KVW-DT-02",
                 f"a chunk of {header.length} bytes, of at most {self._chunk_bytes}",
             )
+        request = self._requests.find(header.request)
+        transfer = None if request is None else self.records.get(request)
+        if (
+            transfer is not None
+            and transfer.take is not None
+            and header.length <= SMALL_SEGMENT_BYTES
+        ):
+            return ChunkArrival(_WHOLE, header)
         segment = self.marked(header, read_mark(header))
         place = ChunkPlace.NOWHERE if segment is None else _MARKED
         plain = msgspec.structs.replace(header, type=_DATA, offset=0)
@@ -415,6 +432,21 @@ class Transfers:
         assert segment.buffer is not None, "the front has not placed a segment"
         segment.arrived[0] = CHUNK_ARRIVING
         return self._chunks.land(arrival.header, segment.buffer, 0, segment=segment)
+
+    def marked_whole(
+        self, header: Header, body: bytes | memoryview, *, intact: bool
+    ) -> None:
+        """Handle a small MARKED_DATA, of which all bytes are here."""
+        request = self._requests.find(header.request)
+        if request is None or self._outbox.shut:
+            return
+        segment = self._mark(header, read_mark(header), request)
+        transfer = self.records[request]
+        assert transfer.take is not None
+        transfer.take(segment, body if intact else None)
+        segment.moved = segment.nbytes
+        segment.damaged = not intact
+        self._segment_over(segment, transfer)
 
     def place(self, segment: SegmentRecord, buffer: BufferId) -> None:
         """Give a marked segment memory."""
@@ -494,7 +526,12 @@ class Transfers:
                 segment.arrived[number] = CHUNK_LANDED
         if segment.moved < segment.nbytes:
             return
-        transfer = self.records[request]
+        self._outbox.report(SegmentLanded(segment=segment))
+        self._segment_over(segment, self.records[request])
+
+    def _segment_over(self, segment: SegmentRecord, transfer: TransferRecord) -> None:
+        """Acknowledge a segment of which all bytes are here, now or later."""
+        request = segment.request
         segment.over = True
         transfer.open_segments -= 1
         # A damaged segment is never acknowledged; COMMIT_ACK names it.
@@ -503,7 +540,6 @@ class Transfers:
         else:
             transfer.acknowledge.append(segment.number)  # bounded: SEGMENTS_MAX
             request.nbytes += segment.nbytes
-        self._outbox.report(SegmentLanded(segment=segment))
         if transfer.committed and not transfer.open_segments:
             self._finish_incoming(request, transfer)
         elif not segment.damaged:

@@ -37,6 +37,7 @@ from kvwire.kv.outcome import Outcome, join_outcomes
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, Segment
 from kvwire.limits import LANDED_BOXES_MAX, SEGMENT_BYTES
+from kvwire.memory.copy import copy
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.proto.events import SegmentLanded, SegmentMarked
 from kvwire.proto.records import CHUNK_LANDED, SegmentRecord
@@ -381,6 +382,9 @@ class ReceiveFlow:
         self._promised = Landed(leg.plan)
         for segment in inc._reported:
             self._promised.mark(segment)
+        assert leg.core is not None
+        if inc._memory.device is None:
+            leg.link.transfers.records[leg.core].take = self._take
 
     @property
     def marked_layers(self) -> int:
@@ -418,6 +422,31 @@ class ReceiveFlow:
             missing = missing_chunks(record, leg.link.chunk_bytes)
             leg.landed.mark_but(segment, missing)
             return
+        self._landed(record, segment)
+
+    def _take(self, record: SegmentRecord, body: bytes | memoryview | None) -> None:
+        """Copy a small segment to its place, or record that it arrived damaged."""
+        leg = self._leg
+        inc = self._inc
+        if leg.state is not LegState.MOVING or inc._state in OVER:
+            # Its memory may have a new owner.
+            leg.event(SegmentMarked(segment=record))
+            return
+        segment = self._checked(record)
+        inc._has_moved = True
+        leg.grouped = max(leg.grouped, segment.layers)
+        if not self._under_way:
+            leg.phases.enter("mark_wait")  # again, from now on
+        if body is None:
+            leg.damaged.append(segment)  # bounded: SEGMENTS_MAX
+            return
+        copy(memoryview(body), self._memory_of(segment))
+        self._landed(record, segment)
+
+    def _landed(self, record: SegmentRecord, segment: Segment) -> None:
+        """Record a segment that has landed, and wake its readers."""
+        leg = self._leg
+        inc = self._inc
         leg.landed.mark(segment)
         if inc._ring is not None:
             inc._note("landed", segment.layer, segment.layers, record.nbytes)
@@ -436,6 +465,8 @@ class ReceiveFlow:
         """Record the chunks of incomplete segments that arrived."""
         leg = self._leg
         inc = self._inc
+        if leg.core is not None:  # break the reference cycle
+            leg.link.transfers.records[leg.core].take = None
         if inc._outcome is not None:
             return
         if leg.core is not None and self._segments:

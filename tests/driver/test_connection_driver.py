@@ -18,7 +18,7 @@ from kvwire.limits import (
     WAITING_LOG_S,
     WAKEUP_BYTES,
 )
-from kvwire.proto.events import Event, RequestDone, SegmentLanded, TransferAgreed
+from kvwire.proto.events import RequestDone, TransferAgreed
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from tests.support import inside
@@ -102,25 +102,24 @@ async def test_a_wake_up_is_spent_and_the_rest_comes_in_the_next() -> None:
         pair.left.abort()
 
 
-async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_landed_layer_wakes_its_waiter_before_queued_payload_is_sent() -> None:
     """However much this side has to send, and however much the link would take."""
     source, target = Memory(), Memory()
     landed: list[int] = []
 
-    def spy(event: Event) -> None:
-        if isinstance(event, SegmentLanded):
-            landed.append(link.sent_bytes)
-        report(event)
+    def spy(*told: Any) -> None:
+        landed.append(link.sent_bytes)
+        take(*told)
 
     async with connected(prefer=("tcp",), checksum="off") as pair:
         link = CountedLink(pair)
-        outbox = inside.core(pair.left).outbox
-        report = outbox.report
-        monkeypatch.setattr(outbox, "report", spy)
         out = pair.far.publish("one", source.cache, [0])
         inc = pair.left.pull("one", target.cache, [0])
+        await until(lambda: inc.met)
+        (record,) = inside.core(pair.left).transfers.records.values()
+        take = record.take
+        assert take is not None
+        record.take = spy
         for _ in range(8):
             await moving(pair)
         for layer in range(LAYERS):

@@ -23,6 +23,7 @@ from kvwire.proto.messages import Messages
 from kvwire.proto.onesided import OneSided
 from kvwire.proto.regions import Grants
 from kvwire.proto.state import RequestInput, RequestKind, RequestStage
+from kvwire.proto.transfers import Transfers
 from kvwire.proto.windows import WindowReads
 from tests.backends.planted import planted_in
 from tests.programs.sim.run import run_seed
@@ -184,6 +185,13 @@ def test_an_eager_message_is_handed_over_before_all_of_it_is_here(
     for waiting in messages._waiting.get(tag, ()):
         waiting.whole = True
     meet(messages, tag)
+
+
+@expect_found_as(Transfers.marked_whole, "content")
+def test_a_small_segment_that_came_damaged_is_taken(
+    whole: Any, transfers: Any, header: Any, body: Any, **_: bool
+) -> None:
+    whole(transfers, header, body, intact=True)
 
 
 @expect_found_as(WindowReads.finish, "stale-block")

@@ -324,6 +324,64 @@ def test_a_damaged_segment(committed_first: bool) -> None:
     assert m.consumer.done[m.incoming].nbytes == 8
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_small_segment_that_is_taken_whole(damaged: bool) -> None:
+    """Nobody lends memory for it, and damage is passed on as such."""
+    m = moved()
+    taken: list[tuple[int, bytes | memoryview | None]] = []
+    records = m.consumer.core.transfers.records
+    records[m.incoming].take = lambda part, body: taken.append((part.number, body))
+    for data, commit in ((b"good", 0), (b"last", 2)):
+        m.mark(data, commit=commit)
+    frames = list(m.producer.wire)
+    m.producer.wire.clear()
+    for header, body in frames:
+        came = b"LAST" if damaged and body == b"last" else body
+        m.consumer.receive((header, came))
+    assert taken == [(1, b"good"), (2, None if damaged else b"last")]
+    assert not events_of(m.consumer, events.SegmentMarked)
+    expect_fine(m.pair)
+    m.pair.advance(LAST_FIN_DELAY_S)
+    for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
+        assert peer.error(request) is None
+        assert peer.transfers[request].damaged == [2] * damaged
+    assert m.consumer.done[m.incoming].nbytes == (4 if damaged else 8)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_small_segment_whose_transfer_ends_while_it_arrives(lost: bool) -> None:
+    """Nothing is taken: its memory may have a new owner."""
+    m = moved()
+    taken: list[object] = []
+    records = m.consumer.core.transfers.records
+    records[m.incoming].take = lambda *told: taken.append(told)
+    m.mark(b"late")
+    header, body = m.producer.wire.popleft()
+    arrival = m.consumer.header(header)
+    assert arrival is not None
+    if lost:
+        m.consumer.lose()
+    else:
+        m.consumer.core.refuse(
+            m.incoming, errors.RequestCancelled("x"), errors.WireCode.CANCELLED
+        )
+        m.consumer.collect()
+    m.consumer.body(arrival, body)
+    assert taken == []
+
+
+def test_a_small_segment_that_is_not_of_the_plan() -> None:
+    """The front refuses it, and the connection ends."""
+    m = moved()
+
+    def refuse(*_: object) -> None:
+        raise errors.ProtocolError("KVW-TR-09", "outside")
+
+    m.consumer.core.transfers.records[m.incoming].take = refuse
+    m.mark(b"what")
+    expect_broken(m.pair, m.consumer, "KVW-TR-09")
+
+
 @pytest.mark.rule("KVW-TR-06", "keeps")
 @both_ways
 def test_three_frames_after_the_answer(pull: bool) -> None:

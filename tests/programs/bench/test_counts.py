@@ -20,11 +20,11 @@ from tests.programs.bench.counts import count
 # next transfer comes late.
 CEILINGS: Final = {
     "connect": (1444, 7),
-    "pull, 64 KiB, 16 layers": (490, 5),
-    "pull, 256 KiB, 16 layers": (482, 5),
-    "push, 256 KiB, 16 layers": (499, 5),
+    "pull, 64 KiB, 16 layers": (443, 5),
+    "pull, 256 KiB, 16 layers": (446, 5),
+    "push, 256 KiB, 16 layers": (464, 5),
     "push, 4 MiB, 32 layers": (770, 9),
-    "ready of a layer, 64 KiB": (100, 2),
+    "ready of a layer, 64 KiB": (86, 2),
     "round trip, 64 B": (89, 2),
     "send, 64 KiB": (171, 3),
     "send, 1 MiB": (171, 3),

@@ -2,7 +2,8 @@
 
 Either side may be the producer, and either may open a transfer. The producer marks
 segments of random sizes with content of their own; the consumer gives each of them
-memory when it is told of it, and everything is compared when it says that it landed.
+memory when it is told of it, or takes small ones whole, in every other transfer.
+Everything is compared when it says that it landed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConnectionClosed, RequestCancelled, UsageError, WireCode
 from kvwire.proto import events
-from kvwire.proto.records import RequestRecord, TransferRecord
+from kvwire.proto.records import RequestRecord, SegmentRecord, TransferRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from tests.programs.sim.ask import Ask, Part
 from tests.programs.sim.endpoint import Endpoint
@@ -41,6 +42,8 @@ class KVApp:
         transfer = TransferRecord(
             id=b"t%d" % self._world.next_serial(), priority=dice.below(_PRIORITIES)
         )
+        if pull:
+            self._choose(transfer)
         kind = RequestKind.INCOMING if pull else RequestKind.OUTGOING
         ask = Ask(endpoint, kind, 0, deadline=deadline)
         try:
@@ -145,7 +148,21 @@ class KVApp:
             error = RequestCancelled("refused by this side")
             core.refuse(ask.core, error, WireCode.CANCELLED)
             return
+        if ask.kind is RequestKind.INCOMING and not ask.core.over:
+            self._choose(core.transfers.records[ask.core])
         core.transfers.agree(ask.core, _DESCRIPTION)
+
+    def _choose(self, transfer: TransferRecord) -> None:
+        """Choose whether small segments of a transfer are taken whole."""
+        if int(transfer.id.removeprefix(b"t")) % 2:
+            transfer.take = self._take
+
+    def _take(self, segment: SegmentRecord, body: bytes | memoryview | None) -> None:
+        judge = self._world.judge.kv
+        ask = _ask(segment.request)
+        part = Part(judge.serial_of(ask, segment), segment.nbytes)
+        ask.parts[segment.number] = part
+        judge.taken(ask, segment, body)
 
     def _marked(
         self, endpoint: Endpoint, ask: Ask, event: events.SegmentMarked

@@ -281,6 +281,21 @@ class KVJudge:
         right = content(part.nbytes, part.serial)
         demand(data == right, "content", "a segment has other bytes than were marked")
 
+    def taken(
+        self, ask: Ask, segment: SegmentRecord, body: bytes | memoryview | None
+    ) -> None:
+        """The core passes all bytes of a small segment on."""
+        part = ask.parts[segment.number]
+        demand(not ask.over, "completion", "a transfer takes bytes after its end")
+        part.landed = True
+        if body is None:
+            damaged = ask.endpoint.end.into.damaged
+            demand(damaged, "untrue", "damage that never was")
+            return
+        right = content(part.nbytes, part.serial)
+        demand(body == right, "content", "a segment has other bytes than were marked")
+        part.covered = part.nbytes
+
     def acknowledged(self, ask: Ask, numbers: tuple[int, ...]) -> None:
         """The core says that the consumer has these segments."""
         consumer = _other(ask)
