@@ -11,8 +11,8 @@ def run() -> None:
     heeded = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if heeded:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from kvwire.cli.console import prepare_output  # noqa: PLC0415
     from kvwire.cli.main import main  # noqa: PLC0415 - after that
-    from kvwire.observe.output import prepare_output  # noqa: PLC0415
 
     if heeded:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -91,7 +91,6 @@ class ConfigOptions(TypedDict, total=False):
     directory: str
     io_cpus: Sequence[int]
     inspect: FileName
-    inspect_signal: bool
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,7 +159,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             the CPUs of the thread that makes the engine.
         inspect: The folder of the socket for ``kvwire top`` and ``kvwire trace``, which
             only this user may enter; empty for no socket.
-        inspect_signal: Whether SIGUSR1 writes a snapshot to the log.
     """
 
     name: Annotated[str, Meta(max_length=limits.NAME_CHARS_MAX)] = ""
@@ -213,7 +211,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     directory: Annotated[str, Meta(max_length=1024)] = ""
     io_cpus: tuple[Annotated[int, Meta(ge=0, le=limits.CPU_MAX)], ...] = ()
     inspect: str = ""
-    inspect_signal: bool = False
 
     @classmethod
     def load(

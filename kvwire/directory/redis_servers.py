@@ -17,7 +17,7 @@ import asyncio
 import logging
 import re
 import ssl
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from inspect import signature
@@ -45,11 +45,9 @@ with needed_by("Redis", extra="redis"):
         RedisCluster,
         SSLConnection,
     )
-    from redis.asyncio.cluster import ClusterNode, PipelineCommand
     from redis.asyncio.connection import parse_url
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
-    from redis.cluster import PRIMARY, get_node_name
 
 logger: logging.Logger = logging.getLogger("kvwire.directory")
 
@@ -67,14 +65,6 @@ _SCHEMES: Final = {"valkey": "redis", "valkeys": "rediss"}
 # Errors that concern one command or one key. All others with a code (NOREPLICAS,
 # MISCONF, BUSY, ...) concern the server.
 _OF_COMMAND: Final = ("WRONGTYPE", "SELECT", "TRYAGAIN", "ASK", "MOVED")
-# Refusals of writes by servers that go on serving reads: the disk is full, replicas are
-# missing, or it became one.
-_OF_WRITES: Final = ("MISCONF", "NOREPLICAS", "READONLY")
-# How often a key is followed from server to server.
-_REDIRECTS: Final = 4
-# How many keys are tried to find one that belongs to a node; nodes have many of the
-# 16,384 slots.
-_KEYS_TRIED: Final = 50_000
 _CONNECTING: Final = re.compile(r"^Error \S+ connecting to \S+\. ")
 # The client's messages about a server that accepts and ends a connection; remedies.
 _HUNG_UP: Final = {
@@ -99,17 +89,15 @@ def of_server(error: BaseException) -> bool:
         return False
     if isinstance(error, (exceptions.ReadOnlyError, exceptions.ClusterDownError)):
         return True
-    # This client has no class for the error, and so leaves the code in its text.
-    code = _CODE.match(str(error)) if type(error) is exceptions.ResponseError else None
-    return code is not None and code[0] not in _OF_COMMAND
+    code = code_of(error)
+    return bool(code) and code not in _OF_COMMAND
 
 
-def of_writes(error: BaseException) -> bool:
-    """Return whether a server refuses all writes, and may go on serving reads."""
-    if isinstance(error, exceptions.ReadOnlyError):
-        return True
+def code_of(error: BaseException) -> str:
+    """Return the server's code of an error that the client has no class for, or ""."""
+    # The client then leaves the code in the error's text.
     code = _CODE.match(str(error)) if type(error) is exceptions.ResponseError else None
-    return code is not None and code[0] in _OF_WRITES
+    return code[0] if code else ""
 
 
 def as_pattern(text: str) -> str:
@@ -143,90 +131,6 @@ class RedisClient:
     commands: Redis | RedisCluster
     channel: Redis
     users: int = 0
-
-    def keys_at(
-        self, names: Collection[str], prefix: str
-    ) -> dict[str, tuple[Any, str]]:
-        """Return the cluster nodes that have slots, each with one of its keys."""
-        found: dict[str, tuple[Any, str]] = {}
-        if not names or isinstance(self.commands, Redis):
-            return found
-        slots = self.commands.nodes_manager.slots_cache
-        wanted = {nodes[0].name for nodes in slots.values()} & set(names)
-        for number in range(_KEYS_TRIED):
-            if len(found) == len(wanted):
-                break
-            key = f"{prefix}{number}"
-            nodes = slots.get(self.commands.keyslot(key))
-            if nodes and nodes[0].name in wanted:
-                found.setdefault(nodes[0].name, (nodes[0], key))
-        return found
-
-    async def ask(self, node: Any, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Send commands to one server; return each answer, or an error in its place.
-
-        In a cluster, a command whose key has moved, or is on its way, is sent where the
-        server says, and a slot that has moved is asked for there from then on.
-
-        Args:
-            node: The cluster's node; None for a single server.
-            commands: Each is a command's words.
-
-        Raises:
-            Exception: The server could not be asked.
-
-        Cancel safety: safe; commands may have been executed.
-        """
-        if isinstance(self.commands, Redis):
-            pipeline = self.commands.pipeline(transaction=False)
-            for command in commands:
-                pipeline.execute_command(*command)
-            single: list[Any] = await pipeline.execute(raise_on_error=False)
-            return single
-        answers = await _at_node(node, commands)
-        for _ in range(_REDIRECTS):
-            elsewhere = self._elsewhere(node, answers)
-            if not elsewhere:
-                break
-            for (_, asking), (there, which) in elsewhere.items():
-                again = [commands[at] for at in which]
-                try:
-                    found = await _at_node(there, again, asking=asking)
-                except FAULTS as exc:
-                    # It concerns these keys: the server that was asked is well.
-                    text = printable(f"{there.name}: {exc}")
-                    found = [exceptions.TryAgainError(text)] * len(which)
-                for at, answer in zip(which, found, strict=True):
-                    answers[at] = answer
-        return answers
-
-    def _elsewhere(
-        self, node: Any, answers: Sequence[Any]
-    ) -> dict[tuple[str, bool], tuple[Any, list[int]]]:
-        """Return where answers send their commands, each with their positions."""
-        assert isinstance(self.commands, RedisCluster)
-        slots = self.commands.nodes_manager.slots_cache
-        sent: dict[tuple[str, bool], tuple[Any, list[int]]] = {}
-        for at, answer in enumerate(answers):
-            if isinstance(answer, exceptions.AskError):
-                asking = not isinstance(answer, exceptions.MovedError)
-                there = self._node(answer.host or node.host, answer.port)
-                if not asking:
-                    slots[answer.slot_id] = [there]  # bounded: a cluster's slots
-                sent.setdefault((there.name, asking), (there, []))[1].append(at)
-        return sent
-
-    def _node(self, host: str, port: int) -> Any:
-        """Return a cluster's node; one without slots is not in the slot table."""
-        assert isinstance(self.commands, RedisCluster)
-        nodes = self.commands.nodes_manager
-        name = get_node_name(host, port)
-        if name not in nodes.nodes_cache:
-            # bounded: the servers of a cluster
-            nodes.nodes_cache[name] = ClusterNode(
-                host, port, PRIMARY, **nodes.connection_kwargs
-            )
-        return nodes.nodes_cache[name]
 
     async def check(self, key: str) -> None:
         """Test that the server accepts writes, by removing a key that is never set.
@@ -338,11 +242,8 @@ class RedisServers:
             if self.client is None:
                 self.client = await self._found()
 
-    async def renew(self, doubtful: Collection[str]) -> set[str]:
-        """Reconnect, and read the slots of a cluster again.
-
-        Returns:
-            The doubtful cluster nodes that still accept no writes.
+    async def reconnect(self) -> RedisClient:
+        """Connect again, and read the slots of a cluster again; return the client.
 
         Raises:
             Exception: No server accepts writes; the text gives a reason for each.
@@ -354,15 +255,7 @@ class RedisServers:
         self.client = client
         if old is not None and not old.users:
             await old.close()
-        keys = client.keys_at(doubtful, self._key)
-        answers = await asyncio.gather(
-            *(self._ask(*one) for one in keys.values()), return_exceptions=True
-        )
-        return {
-            name
-            for name, answer in zip(keys, answers, strict=True)
-            if isinstance(answer, BaseException) and of_server(answer)
-        }
+        return client
 
     async def close(self) -> None:
         """Close all connections. No other call may be running. Never raises.
@@ -508,10 +401,6 @@ class RedisServers:
         ]
         return cluster
 
-    async def _ask(self, node: Any, key: str) -> None:
-        async with asyncio.timeout(self._timeout_s):
-            await node.execute_command("UNLINK", key)
-
 
 class _Dialled(Connection):
     """Dials one address of a host; the certificate has to name the host."""
@@ -551,19 +440,6 @@ async def _mode(client: Redis) -> str:
     if facts.get(b"role") in (b"replica", b"slave") and mode != b"cluster":
         raise exceptions.ReadOnlyError("the server is a read-only replica")
     return mode.decode() if isinstance(mode, bytes) else ""
-
-
-async def _at_node(
-    node: Any, commands: Sequence[Sequence[Any]], *, asking: bool = False
-) -> list[Any]:
-    """Send commands to a cluster's node, on one connection."""
-    sent = [PipelineCommand(at, *words) for at, words in enumerate(commands)]
-    if asking:  # it holds for the next command of its connection
-        pairs = [(PipelineCommand(0, "ASKING"), command) for command in sent]
-        await node.execute_pipeline([one for pair in pairs for one in pair])
-    else:
-        await node.execute_pipeline(sent)
-    return [command.result for command in sent]
 
 
 async def _write(client: Redis | RedisCluster, key: str) -> None:

@@ -679,7 +679,7 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
     async def _open(self) -> Communicator:
         self._begin()
         communicator = Communicator(self.config)
-        if self.config.inspect or self.config.inspect_signal:
+        if self.config.inspect:
             try:
                 await communicator._inspector.start()
             except BaseException:

@@ -9,9 +9,7 @@ bounded.
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -30,11 +28,7 @@ from kvwire.runtime.trace_ring import close_ring, open_ring
 INSPECT_CLIENTS_MAX: Final = 8
 INSPECT_LINE_BYTES_MAX: Final = 4096
 
-logger: logging.Logger = logging.getLogger("kvwire.inspect")
-
 _ENDING: Final = ".sock"
-# The inspectors that dump on the signal, by the loop that has the handler.
-_dumping: dict[asyncio.AbstractEventLoop, dict[Inspector, None]] = {}
 
 
 class Inspector:
@@ -52,7 +46,7 @@ class Inspector:
         self._clients: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def start(self) -> None:
-        """Start serving snapshots and handling the signal, if configured.
+        """Start serving snapshots in the folder ``inspect``.
 
         Raises:
             UsageError: The folder cannot be used.
@@ -60,39 +54,31 @@ class Inspector:
         Cancel safety: call :meth:`close` to end what had started.
         """
         config = self._services.config
-        if config.inspect:
-            name = f"{os.getpid()}-{self._links.identity.incarnation.hex()[:8]}"
-            path = Path(config.inspect, name + _ENDING)
-            if (nbytes := len(os.fsencode(path))) > SOCKET_PATH_BYTES:
-                raise UsageError(
-                    f"inspect={config.inspect!r}: the path of its socket would have "
-                    f"{nbytes} bytes, and systems allow {SOCKET_PATH_BYTES}; choose a "
-                    "folder with a shorter path, such as /tmp/kvwire"
-                )
-            own_folder(path.parent, f"inspect={config.inspect!r}")
-            self._services.ring = open_ring(self._services.loop)
-            self.path = path
-            # Starts serving once close() has something to end.
-            self._server = await asyncio.start_unix_server(
-                self._serve, path, limit=INSPECT_LINE_BYTES_MAX, start_serving=False
+        name = f"{os.getpid()}-{self._links.identity.incarnation.hex()[:8]}"
+        path = Path(config.inspect, name + _ENDING)
+        if (nbytes := len(os.fsencode(path))) > SOCKET_PATH_BYTES:
+            raise UsageError(
+                f"inspect={config.inspect!r}: the path of its socket would have "
+                f"{nbytes} bytes, and systems allow {SOCKET_PATH_BYTES}; choose a "
+                "folder with a shorter path, such as /tmp/kvwire"
             )
-            keep_from_children(self._server, _descriptors)
-            await self._server.start_serving()
-        if config.inspect_signal:
-            self._watch_signal()
+        own_folder(path.parent, f"inspect={config.inspect!r}")
+        self._services.ring = open_ring(self._services.loop)
+        self.path = path
+        # Starts serving once close() has something to end.
+        self._server = await asyncio.start_unix_server(
+            self._serve, path, limit=INSPECT_LINE_BYTES_MAX, start_serving=False
+        )
+        keep_from_children(self._server, _descriptors)
+        await self._server.start_serving()
 
     async def close(self) -> None:
         """Stop serving snapshots.
 
         Cancel safety: safe, call it again.
         """
-        loop = self._services.loop
-        others = _dumping.get(loop, {})
-        if others.pop(self, self) is None and not others:
-            del _dumping[loop]
-            loop.remove_signal_handler(signal.SIGUSR1)
         if self._services.ring is not None:
-            close_ring(loop)
+            close_ring(self._services.loop)
             self._services.ring = None
         if self._server is not None:
             self._server.close()
@@ -103,22 +89,6 @@ class Inspector:
         for writer in self._clients.values():
             writer.transport.abort()
         await asyncio.gather(*self._clients, return_exceptions=True)
-
-    def dump(self) -> None:
-        """Write a snapshot to the log, as one line of JSON."""
-        taken = msgspec.json.encode(snapshot_of(self._links)).decode()
-        logger.warning("snapshot: %s", taken)
-
-    def _watch_signal(self) -> None:
-        loop = self._services.loop
-        try:
-            loop.add_signal_handler(signal.SIGUSR1, _dump_all, loop)
-        except (RuntimeError, ValueError) as exc:
-            logger.warning(
-                "inspect_signal: only the main thread receives signals: %s", exc
-            )
-            return
-        _dumping.setdefault(loop, {})[self] = None  # bounded: its communicators
 
     async def _serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -156,8 +126,3 @@ class Inspector:
 
 def _descriptors(server: asyncio.Server) -> list[int]:
     return [sock.fileno() for sock in server.sockets]
-
-
-def _dump_all(loop: asyncio.AbstractEventLoop) -> None:
-    for inspector in list(_dumping.get(loop, ())):
-        inspector.dump()

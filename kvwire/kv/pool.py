@@ -84,11 +84,6 @@ class BlockPool:
         """Return the number of blocks that :meth:`allocate` can return."""
         return len(self._blank) + len(self._cached_free)
 
-    @property
-    def cached_blocks(self) -> int:
-        """Return the number of blocks, held or free, with named content."""
-        return len(self._by_hash)
-
     def blocks_for(self, num_tokens: int) -> int:
         """Return the number of blocks that these tokens need.
 
@@ -101,24 +96,6 @@ class BlockPool:
                 f"blocks_for({num_tokens!r:.80}): pass a number of at least 0"
             )
         return -(-tokens // self.block_tokens)
-
-    def ref_count(self, block: int) -> int:
-        """Return the number of holds of a block.
-
-        Raises:
-            UsageError: There is no such block.
-        """
-        self._check([block])
-        return self._refs[block]
-
-    def hash_of(self, block: int) -> BlockHash | None:
-        """Return the name of a block's content, or None if it has none.
-
-        Raises:
-            UsageError: There is no such block.
-        """
-        self._check([block])
-        return self._hashes[block]
 
     def allocate(self, count: int) -> list[int]:
         """Return free blocks, each held once; they lose their cached content.

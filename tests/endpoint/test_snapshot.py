@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import os
-import signal
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -265,41 +263,6 @@ def test_a_folder_too_long_for_a_socket_is_named_with_a_remedy(
     with pytest.raises(kvwire.UsageError, match=r"and systems allow 103; .* shorter"):
         kvwire.Engine(inspect=name)
     assert not Path(name).exists()
-
-
-class Lines(logging.Handler):
-    """Waits for a line of the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.line: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self.line.done():
-            self.line.set_result(record.getMessage())
-
-
-async def test_a_signal_dumps_a_snapshot_of_each() -> None:
-    logger, lines = logging.getLogger("kvwire.inspect"), Lines()
-    logger.addHandler(lines)
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        async with (
-            kvwire.open(name="a", inspect_signal=True) as first,
-            kvwire.open(name="b", inspect_signal=True),
-        ):
-            await first.close()
-            os.kill(os.getpid(), signal.SIGUSR1)
-            said = await asyncio.wait_for(lines.line, 60)
-    finally:
-        logger.removeHandler(lines)
-    assert '"name":"b"' in said
-    assert signal.getsignal(signal.SIGUSR1) == before
-
-
-def test_a_thread_without_signals_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    with kvwire.Engine(inspect_signal=True):
-        assert "only the main thread" in caplog.text
 
 
 # --- who is told of transfers: of each begin and each end, once, and of nothing else

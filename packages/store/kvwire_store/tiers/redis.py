@@ -30,7 +30,6 @@ from kvwire.directory.redis_servers import (
     RedisServers,
     as_pattern,
     of_server,
-    of_writes,
 )
 from kvwire.errors import UsageError, error_text, printable
 from kvwire.extras import needed_by
@@ -56,6 +55,7 @@ from kvwire_store.tiers.base import (
     Touches,
 )
 from kvwire_store.tiers.object_format import HEAD_BYTES, packed
+from kvwire_store.tiers.redis_nodes import ask, of_writes, renew
 from kvwire_store.tiers.values import Head, KeyValueTier
 
 with needed_by("a tier in Redis", extra="redis", distribution="kvwire-store"):
@@ -216,7 +216,7 @@ class RedisTier(KeyValueTier):
         most = max(1, STORE_PIPELINE_BYTES // nbytes)
         writes = what == "put"
 
-        async def ask(client: RedisClient, node: Any, positions: list[int]) -> None:
+        async def ask_one(client: RedisClient, node: Any, positions: list[int]) -> None:
             server = node.name if node is not None else ""
             for first in range(0, len(positions), most):
                 some = positions[first : first + most]
@@ -229,7 +229,7 @@ class RedisTier(KeyValueTier):
 
         async with self._servers.use() as client:
             servers = self._by_server(client, keys)
-            await gather_all(*(ask(client, *one) for one in servers))
+            await gather_all(*(ask_one(client, *one) for one in servers))
         return done
 
     async def _sent(
@@ -239,7 +239,7 @@ class RedisTier(KeyValueTier):
         server = node.name if node is not None else ""
         try:
             async with asyncio.timeout(self._timeout_s):
-                answers = await client.ask(node, commands)
+                answers = await ask(client, node, commands)
         except FAULTS as exc:
             if isinstance(exc, TimeoutError):
                 exc = TimeoutError(f"no answer within {self._timeout_s:g} s")
@@ -305,7 +305,7 @@ class RedisTier(KeyValueTier):
         """Look for servers that accept writes after each pause, until all do."""
         async for _ in self._writes:
             try:
-                self._refusing &= await self._servers.renew(self._refusing)
+                self._refusing &= await self._still(self._refusing)
             except Exception as exc:  # noqa: BLE001 - or nobody would ever ask again
                 self.note("put", error_text(exc))
             if not self._refusing:
@@ -326,8 +326,12 @@ class RedisTier(KeyValueTier):
         await self._servers.close()
 
     async def is_back(self) -> bool:
-        self._failing &= await self._servers.renew(self._failing)
+        self._failing &= await self._still(self._failing)
         return not self._failing
+
+    async def _still(self, doubtful: set[str]) -> set[str]:
+        """Return which of these servers still accept no writes, after looking again."""
+        return await renew(self._servers, doubtful, self._prefix, self._timeout_s)
 
 
 def _is_error(answer: object) -> bool:

@@ -2,7 +2,7 @@
 
 import sys
 
-from kvwire.observe.output import prepare_output
+from kvwire.cli.console import prepare_output
 from kvwire_vllm.proxy.command import main
 
 if __name__ == "__main__":
