@@ -212,7 +212,7 @@ llamacpp: $(STAMP)
 # Sessions of that server.
 test-llamacpp: llamacpp
 	$(BIN)/python -m pytest packages/engines/tests/llamacpp $(ARGS)
-	$(BIN)/python -m pytest tests/programs/bench/test_sessions.py \
+	$(BIN)/python -m pytest packages/certify/tests/bench/test_sessions.py \
 	  packages/certify/tests/test_targets.py -k 'sessions or llamacpp or reported or never_comes'
 
 # The adapter of LMCache, by its interface and with its server under vLLM.

@@ -13,10 +13,10 @@ import kvwire
 from kvwire import ConnectionLost
 from kvwire.endpoint.reconnect import REDIAL_S_MAX, _was_reset
 from kvwire_inproc import FaultPlan, injected
-from tests.scenarios.world import DEST, LIST, World, play, scenario
 from tests.support import inside, virtual_time
 from tests.support.caches import Memory, same
 from tests.support.proxy import Proxy
+from tests.support.world import DEST, LIST, World, play, scenario
 
 LEASE_S = 5.0
 

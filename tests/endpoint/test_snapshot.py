@@ -21,10 +21,10 @@ from kvwire.endpoint.snapshot import SILENCE_S
 from kvwire.engine.io_thread import called
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from kvwire.runtime.trace_ring import RINGS
-from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
 from tests.support.caches import LAYERS, Memory
 from tests.support.pairs import connected
+from tests.support.world import World, scenario
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 

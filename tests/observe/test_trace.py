@@ -20,8 +20,8 @@ import kvwire_store
 from kvwire.observe.inspect import ProcessTrace, snapshots, sockets, traces
 from kvwire.observe.trace import document
 from kvwire.runtime.trace_ring import RINGS
-from tests.scenarios.world import World, play, scenario
 from tests.support.caches import Memory
+from tests.support.world import World, play, scenario
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 

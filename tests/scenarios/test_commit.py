@@ -9,8 +9,8 @@ import pytest
 
 import kvwire
 from kvwire.limits import TRANSFERS_WAITING_MAX
-from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support.caches import LAYERS, same
+from tests.support.world import DEST, LIST, World, scenario
 
 
 @scenario()

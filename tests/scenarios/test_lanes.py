@@ -15,10 +15,10 @@ import kvwire
 from kvwire.aio import Upkeep
 from kvwire.limits import KIB
 from kvwire_tcp.lane import LaneSocket
-from tests.scenarios.world import World, world
 from tests.support import inside
 from tests.support.caches import LARGE, Memory, same
 from tests.support.pairs import until
+from tests.support.world import World, world
 
 LANES = 3
 # 32 MiB in 512 chunks: no lane is through before another has begun.

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 import kvwire
-from tests.scenarios.world import DEST, LIST, World, play, scenario
 from tests.support import inside, virtual_time
+from tests.support.world import DEST, LIST, World, play, scenario
 
 
 @scenario()

@@ -12,8 +12,8 @@ from kvwire.kv.hashing import HashScheme
 from kvwire.limits import MIB
 from kvwire.wire.header import Flag, FrameType, encode_header
 from tests.fault.stranger import dial
-from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support.caches import BLOCKS, SPEC, same
+from tests.support.world import DEST, LIST, World, scenario
 
 
 @scenario()

@@ -11,9 +11,9 @@ import pytest
 
 import kvwire
 from kvwire.limits import LANDED_BOXES_MAX, MIB
-from tests.scenarios.world import World, held, scenario
 from tests.support import inside
 from tests.support.caches import LARGE, SPEC, Memory, same
+from tests.support.world import World, held, scenario
 
 
 @scenario(chunk_bytes=16 * MIB, quarantine_bytes=MIB)

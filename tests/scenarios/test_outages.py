@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import kvwire
-from tests.scenarios.world import World
 from tests.support import inside, virtual_time
+from tests.support.world import World
 
 SILENCE_S, OUTAGE_S, LEASE_S = 3.0, 8.0, 20.0
 CONFIG: dict[str, Any] = {

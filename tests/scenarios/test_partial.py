@@ -9,8 +9,8 @@ import numpy as np
 
 import kvwire
 from kvwire.engine.io_thread import called
-from tests.scenarios.world import World, scenario
 from tests.support.caches import SPEC, Memory, same
+from tests.support.world import World, scenario
 
 
 def test_r30_a_failure_wakes_a_thread_that_waits() -> None:

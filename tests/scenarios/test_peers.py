@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import kvwire
-from tests.scenarios.world import DEST, LIST, World, scenario
+from tests.support.world import DEST, LIST, World, scenario
 
 
 @scenario()

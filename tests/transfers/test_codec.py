@@ -14,10 +14,10 @@ import pytest
 import kvwire
 from kvwire.kv.codecs.rows import ROW_CODECS, TransferCodec, row_codec
 from kvwire.kv.coded_cache import CodedCache
-from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
 from tests.support.caches import BLOCKS, FREE, LAYERS, RANKS, SPEC, Memory
 from tests.support.simulated_device import SimulatedDevice
+from tests.support.world import DEST, LIST, World, scenario
 
 INT8: dict[str, Any] = {"codec": "int8"}
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import DEST, LIST, World, scenario, world
 from tests.support import inside
 from tests.support.caches import LARGE, LAYERS, SPEC, Memory, same
 from tests.support.proxy import Direction, Proxy
+from tests.support.world import DEST, LIST, World, scenario, world
 
 HASHES = [b"%d" % n for n in range(len(LIST))]
 

@@ -17,9 +17,9 @@ from kvwire.transfers.outgoing import SendFlow
 from kvwire.transfers.state import LegState
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
-from tests.scenarios.world import DEST, LIST, Ends, World, scenario
 from tests.support import inside
 from tests.support.caches import same
+from tests.support.world import DEST, LIST, Ends, World, scenario
 
 PUSH = pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 

@@ -15,9 +15,9 @@ from kvwire.transfers import incoming as receipt_module
 from kvwire.transfers.incoming import missing_chunks
 from kvwire.wire.control import SegmentBody
 from kvwire.wire.header import FrameType
-from tests.scenarios.world import DEST, LIST, World, play, scenario
 from tests.support import inside
 from tests.support.caches import LAYERS, SPEC, same
+from tests.support.world import DEST, LIST, World, play, scenario
 
 LAYER_BYTES = len(LIST) * SPEC.layer_block_bytes
 

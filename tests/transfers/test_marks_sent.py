@@ -21,10 +21,10 @@ from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.proto.transfers import Transfers
 from kvwire.transfers import outgoing as delivery_module
 from kvwire.transfers.incoming import SEGMENT_BYTES_MAX
-from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
 from tests.support.caches import BLOCKS, LARGE, LAYERS, Memory, same
 from tests.support.depth import examples
+from tests.support.world import DEST, LIST, World, scenario
 
 
 @contextmanager

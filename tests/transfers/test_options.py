@@ -16,9 +16,9 @@ import kvwire
 from kvwire import KVSpec, PagedCache, UsageError
 from kvwire.kv.geometry import Geometry, Tokens, describe
 from kvwire.transfers.dedup import digest, held, listed_hashes
-from tests.scenarios.world import World, scenario
 from tests.support import inside
 from tests.support.caches import BLOCKS, LAYERS, SPEC, Memory, same
+from tests.support.world import World, scenario
 
 LIST = [3, 1, 4]
 DEST = [10, 11, 12]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kvwire
-from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside
 from tests.support.caches import LAYERS, RANKS, SPEC, Memory
 from tests.support.waiting import PATIENCE_S
+from tests.support.world import DEST, LIST, World, scenario
 
 
 @scenario()

@@ -12,9 +12,9 @@ import kvwire
 from kvwire.transfers import registry as module
 from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.registry import TOMBSTONES_MAX
-from tests.scenarios.world import World, scenario
 from tests.support import inside, virtual_time
 from tests.support.waiting import PATIENCE_S
+from tests.support.world import World, scenario
 
 LIST = [3, 1, 4]
 DEST = [10, 11, 12]

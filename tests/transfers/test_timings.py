@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvwire.transfers import timings as module
 from kvwire.transfers.timings import Phase, PhaseTimer
-from tests.scenarios.world import World, play, scenario
 from tests.support import inside, virtual_time
 from tests.support.caches import LAYERS, Memory
+from tests.support.world import World, play, scenario
 
 LIST, DEST = [1, 2, 3], [11, 12, 13]
 # What the loop adds: the last word may wait for a frame to ride on.

@@ -13,9 +13,9 @@ import kvwire
 from kvwire.kv.plan import Segment
 from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.outgoing import Outgoing
-from tests.scenarios.world import DEST, LIST, World, scenario
 from tests.support import inside, virtual_time
 from tests.support.caches import LAYERS, RANKS
+from tests.support.world import DEST, LIST, World, scenario
 
 
 @scenario("inproc", lease_s=4.0)

@@ -52,10 +52,10 @@ def test_a_packing_is_that_of_the_kernel(
 def test_vllm_prefills_and_transformers_decodes() -> None:
     """All full blocks come from vLLM, and transformers answers as it does alone.
 
-    `python -m tests.programs.bench prefills` does it with more prompts.
+    `python -m packages.certify.tests.bench prefills` does it with more prompts.
     """
     pytest.importorskip("gguf", reason="gguf: `make test-vllm` installs it")
-    from tests.programs.bench import prefills
+    from packages.certify.tests.bench import prefills
 
     found = prefills.measure(prompts=4, seed=1)["vLLM's KV"]
     assert found["equal"] + found["near ties"] == 4, found

@@ -18,23 +18,23 @@ from tests.support.tree import Source
 # many of a hundred of their lines. It falls with each test that needs no helper.
 AROUND_MAX: Final = 50
 CEILINGS: Final[dict[str, int]] = {
-    "packages/certify/tests": 60,
+    "packages/certify/tests": 75,
     "packages/engines/tests": 60,
     "packages/vllm/tests": 59,
     "tests": 52,
     "tests/backend": 52,
     "tests/backends": 55,
     "tests/examples": 53,
-    "tests/fault": 69,
+    "tests/fault": 66,
     "tests/gpu": 77,
-    "tests/programs": 95,
+    "tests/programs": 96,
     "tests/protocol": 76,
     "tests/rdma": 88,
     "tests/site": 54,
     "tests/support": 94,
     "tests/wire": 64,
 }
-CLASSES_MAX: Final = 474
+CLASSES_MAX: Final = 449
 
 
 @dataclass(slots=True)

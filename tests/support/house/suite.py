@@ -61,7 +61,7 @@ CHECKS = (
         # Programs that people run: a benchmark pauses between its measurements, and a
         # soak between its faults. A slow network is slow, planted mistakes take time.
         beyond=(
-            "tests/programs/bench/",
+            "packages/certify/tests/bench/",
             "packages/vllm/tests/programs/bench/",
             "tests/programs/soak/",
             "tests/support/proxy.py",

@@ -13,5 +13,5 @@ but what they measure: this process tells both of them what to do next.
 * ``turns``: cases, and the rounds in which contenders take turns.
 * ``report``: the table, the JSON document, the common options.
 
-Benchmarks of other software are in ``tests/programs/bench`` of the source tree.
+Benchmarks of other software are in ``packages/certify/tests/bench`` of the source tree.
 """

@@ -1,4 +1,4 @@
-"""``python -m tests.programs.bench codecs``: what codecs of KV save, cost and lose.
+"""What codecs of KV save, cost and lose.
 
 The rates are of one thread, beside a copy of the same images. What is lost is the error
 of the numbers, of the KV of the demo's model among others. That lies in ``examples``,

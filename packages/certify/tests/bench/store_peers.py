@@ -1,13 +1,12 @@
-"""What stands beside a store in one process: a memcpy, a dict, a file, objects."""
+"""What stands beside a store in one process: a memcpy, a file, objects."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from importlib.metadata import version
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,9 @@ from kvwire_store.limits import (
     STORE_TIMEOUT_S,
 )
 from kvwire_store.tiers.object import bucket_of
-from tests.programs.bench.store import (
+from packages.certify.tests.bench.store import (
     COLD_GET,
     FLUSHED_PUT,
-    HASH_BYTES,
     MATCHES,
     PUTS,
     SETS,
@@ -91,15 +89,7 @@ class FlatBlocks(BlockMover):
 
 
 class MemoryBlocks(FlatBlocks):
-    """Copies by NumPy: what memory does at best; and a dict of hashes."""
-
-    _hashes: Sequence[bytes] = ()
-
-    async def ready(self, work: Work, offer: Any) -> None:
-        await super().ready(work, offer)
-        if work.verb in MATCHES:
-            self._hashes = [os.urandom(HASH_BYTES) for _ in range(work.count)]
-            self._table = dict(zip(self._hashes, range(work.count), strict=True))
+    """Copies by NumPy: what memory does at best."""
 
     async def put(self, work: Work) -> None:
         flat = self.flat(work)
@@ -112,11 +102,6 @@ class MemoryBlocks(FlatBlocks):
     async def get_one(self, work: Work, at: int) -> None:
         have, want = self.flat(work).block(at)
         np.copyto(want, have)
-
-    async def match(self, work: Work) -> None:
-        found = map(self._table.get, self._hashes, repeat(-1))
-        slots = np.fromiter(found, np.int64, work.count)
-        _require(int((slots >= 0).sum()), work.count, "hashes match")
 
 
 class FileBlocks(FlatBlocks):

@@ -1,4 +1,4 @@
-"""``python -m tests.programs.bench codecs``, for a codec with loss and one without."""
+"""What a codec with loss costs, and one without."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvwire.cli.main import CALLED_WRONG, main
-from tests.programs.bench.__main__ import app
+from packages.certify.tests.bench.__main__ import app
 
 
 def test_what_is_lost_and_what_it_costs(

@@ -17,7 +17,7 @@ from kvwire import UsageError
 from kvwire_certify.bench.command import SAME_HOST, TCP, UCX, VERBS
 from kvwire_certify.bench.pair import BenchError, Contender
 from kvwire_certify.bench.turns import Benchmark, Case, Missing
-from tests.programs.bench import iperf3
+from packages.certify.tests.bench import iperf3
 
 # Loads the program as a package without kvwire around it; behind what is installed,
 # since a module here may be called like one of those.

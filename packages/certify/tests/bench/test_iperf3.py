@@ -14,9 +14,9 @@ from kvwire_certify.bench.command import TCP
 from kvwire_certify.bench.pair import BenchError
 from kvwire_certify.bench.turns import GIGABYTES_PER_SECOND
 from kvwire_certify.bench.work import Work
+from packages.certify.tests.bench import iperf3
 from packages.certify.tests.bench.contenders import Scripted, benchmark, case
-from tests.programs.bench import iperf3
-from tests.programs.bench.peer import joined
+from packages.certify.tests.bench.peer import joined
 
 
 def test_a_report_is_read() -> None:

@@ -1,4 +1,4 @@
-"""``python -m tests.programs.bench store``: rows of each tier, and who is beside."""
+"""The rows of each tier of a store, and who is beside."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvwire_certify.bench.turns import (
     Case,
     Missing,
 )
-from tests.programs.bench import redis, store_pairs, store_peers
-from tests.programs.bench.store import (
+from packages.certify.tests.bench import redis, store_pairs, store_peers
+from packages.certify.tests.bench.store import (
     COLD_GET,
     DISK,
     FLUSHED_PUT,
@@ -83,7 +83,7 @@ def benchmark(
     def beside(tier: str, transport: str, verb: str) -> list[Contender]:
         match, memcpy = verb in MATCHES, made("memcpy", store_peers.memory)
         if tier == MEMORY:
-            return [made("dict", store_peers.memory) if match else memcpy]
+            return [] if match else [memcpy]
         if tier == DISK:
             # A copy has nothing to flush, and never finds anything cold.
             copies = verb not in (FLUSHED_PUT, COLD_GET)
@@ -91,10 +91,8 @@ def benchmark(
             return [] if match else [*[memcpy] * copies, file]
         if tier == OBJECT:
             return [made("obstore", store_peers.objects)]
-        sockets = store_pairs.sockets_left, store_pairs.sockets_right
         transfer = store_pairs.transfer_left, store_pairs.transfer_right
         found = [] if match else [made(f"transfer {transport}", *transfer)]
-        found.append(made("sockets", *sockets))
         return found + ([] if absent else [made("redis", redis.blocks)])
 
     def case(tier: str, transport: str, verb: str, shape: str) -> Case:

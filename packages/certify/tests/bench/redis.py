@@ -17,8 +17,8 @@ from kvwire_certify.bench.line import HOST, Line
 from kvwire_certify.bench.turns import Missing
 from kvwire_certify.bench.work import Work
 from kvwire_store.namespace import DIGEST_BYTES
-from tests.programs.bench.store import HASH_BYTES, set_bytes
-from tests.programs.bench.store_peers import FlatBlocks
+from packages.certify.tests.bench.store import HASH_BYTES, set_bytes
+from packages.certify.tests.bench.store_peers import FlatBlocks
 from tests.support.servers import Server
 
 PROGRAM: Final = "redis-server"

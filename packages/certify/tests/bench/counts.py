@@ -8,7 +8,7 @@ from typing import Any
 from kvwire_certify.bench.line import Seconds, Turn
 from kvwire_certify.bench.sides import Left, Right, opened
 from kvwire_certify.bench.work import Work
-from tests.support.counting import Counts, Tally, counting
+from packages.certify.tests.bench.counting import Counts, Tally, counting
 
 
 async def count(work: Work, transport: str, memory: str = "") -> Counts:

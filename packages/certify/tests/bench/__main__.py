@@ -1,4 +1,7 @@
-"""``python -m tests.programs.bench``: kvwire beside others' software, in one run."""
+"""kvwire beside others' software, in one run.
+
+python -m packages.certify.tests.bench NAME
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,15 @@ from kvwire_certify.bench import command, report
 from kvwire_certify.bench.command import COMMON, TCP, Common, Mebibytes, Shapes, within
 from kvwire_certify.bench.turns import Findings
 from kvwire_store.codecs.registry import CODECS
-from tests.programs.bench import counts as counting
-from tests.programs.bench import iperf3
-from tests.programs.bench.peer import ALL_PEERS, INSTALL, NIXL, interpreters, joined
+from packages.certify.tests.bench import counts as counting
+from packages.certify.tests.bench import iperf3
+from packages.certify.tests.bench.peer import (
+    ALL_PEERS,
+    INSTALL,
+    NIXL,
+    interpreters,
+    joined,
+)
 
 Pythons = Annotated[
     tuple[Path, ...],
@@ -30,9 +39,9 @@ Pythons = Annotated[
 Rounds = Annotated[int, within(1, 10_000)]
 Output = Annotated[Path | None, Parameter(allow_leading_hyphen=True)]
 
-app = App(name="python -m tests.programs.bench", help=__doc__)
+app = App(name="python -m packages.certify.tests.bench", help=__doc__)
 # Codecs are measured with the demo's KV.
-sys.path.append(str(Path(__file__).parents[3] / "examples"))
+sys.path.append(str(Path(__file__).parents[4] / "examples"))
 _SHAPES = Shapes()
 
 
@@ -99,7 +108,7 @@ def store(
     round_mib: Annotated[int, within(4, 4096)] = 64,
     common: Common = COMMON,
 ) -> int:
-    """Blocks into each tier of a store and out, beside copies, files, sockets, redis.
+    """Blocks into each tier of a store and out, beside copies, files, objects, redis.
 
     Each tier is full, and the blocks to get are in no tier above it. With all tiers and
     --round-mib 64, this takes about 8 GiB of memory, and as much of the disk.
@@ -115,8 +124,8 @@ def store(
         round_mib: MiB of one put or get.
         common: Options that every benchmark has.
     """
-    from tests.programs.bench import store_cases
-    from tests.programs.bench.store import SHAPES, TIERS
+    from packages.certify.tests.bench import store_cases
+    from packages.certify.tests.bench.store import SHAPES, TIERS
 
     names: Sequence[str] = list(TIERS) if tiers == "all" else tiers.split(",")
     shapes = list(SHAPES) if blocks == "both" else [blocks]
@@ -159,7 +168,7 @@ def codecs(*, codec: str = "all", rounds: Rounds = 5, json: Output = None) -> No
         rounds: The number of rounds; more rounds give firmer medians.
         json: Write every answer to this file; - is the output.
     """
-    from tests.programs.bench import codecs as coding
+    from packages.certify.tests.bench import codecs as coding
 
     names = list(CODECS) if codec == "all" else codec.split(",")
     with report.progress_bar(len(names) * len(coding.SETS)) as progress:
@@ -182,7 +191,7 @@ def sessions(
         tokens: Tokens of a session.
         rounds: How many sessions; ten times as many short requests, and streams.
     """
-    from tests.programs.bench import sessions as costs_of
+    from packages.certify.tests.bench import sessions as costs_of
 
     load = os.getloadavg()[0]
     found = asyncio.run(costs_of.measure(tokens, rounds, 10 * rounds))
@@ -202,7 +211,7 @@ def prefills(
         prompts: Prompts of 10 to 2,000 tokens, each with 64 greedy tokens.
         seed: The seed of the prompts.
     """
-    from tests.programs.bench import prefills as pairs
+    from packages.certify.tests.bench import prefills as pairs
 
     print(pairs.shown(pairs.measure(prompts, seed, print)))
 

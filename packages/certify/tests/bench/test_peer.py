@@ -16,10 +16,9 @@ from kvwire.cli.main import CALLED_WRONG, main
 from kvwire_certify.bench.command import SAME_HOST, TCP, UCX, fragments_of, ops_of
 from kvwire_certify.bench.pair import BenchError, Contender
 from kvwire_certify.bench.work import LEFT, RIGHT, Pool, Work
+from packages.certify.tests.bench.__main__ import app
 from packages.certify.tests.bench.contenders import does
-from packages.certify.tests.bench.test_pair import WORKS
-from tests.programs.bench.__main__ import app
-from tests.programs.bench.peer import (
+from packages.certify.tests.bench.peer import (
     ALL_PEERS,
     INSTALL,
     contender,
@@ -27,7 +26,8 @@ from tests.programs.bench.peer import (
     interpreters,
     joined,
 )
-from tests.programs.bench.peers.serving import offsets
+from packages.certify.tests.bench.peers.serving import offsets
+from packages.certify.tests.bench.test_pair import WORKS
 
 POOL_BYTES = max(work.memory_bytes for work in WORKS)
 
@@ -53,8 +53,8 @@ def test_nixl_moves_the_same_fragments() -> None:
 @pytest.fixture
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every interpreter has NIXL, and there is an iperf3."""
-    monkeypatch.setattr("tests.programs.bench.peer._has", lambda *_: True)
-    monkeypatch.setattr("tests.programs.bench.iperf3.missing", lambda: None)
+    monkeypatch.setattr("packages.certify.tests.bench.peer._has", lambda *_: True)
+    monkeypatch.setattr("packages.certify.tests.bench.iperf3.missing", lambda: None)
 
 
 @pytest.mark.usefixtures("_installed")
@@ -92,7 +92,7 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("tests.programs.bench.peer._has", lambda *_: False)
+    monkeypatch.setattr("packages.certify.tests.bench.peer._has", lambda *_: False)
     plan = fragments_of(["tcp"], WORKS, "asyncio")
     found = joined(plan, ALL_PEERS, [sys.executable], TCP)
     assert [absent.name for absent in found.missing] == ["nixl", "iperf3"]

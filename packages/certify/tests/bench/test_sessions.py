@@ -1,10 +1,10 @@
-"""``python -m tests.programs.bench sessions``, in a small round."""
+"""``python -m packages.certify.tests.bench sessions``, in a small round."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.programs.bench import sessions
+from packages.certify.tests.bench import sessions
 
 
 async def test_a_small_round_measures_each_figure() -> None:

@@ -1,4 +1,4 @@
-"""``python -m tests.programs.bench sessions``: what sessions of llama.cpp cost.
+"""``python -m packages.certify.tests.bench sessions``: what sessions of llama.cpp cost.
 
 Two llama-servers with a toy model of four layers (f16, a thread each), each with a
 folder and a front of its own, share a store server, as on two machines; all are

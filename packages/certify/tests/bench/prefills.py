@@ -1,4 +1,4 @@
-"""``python -m tests.programs.bench prefills``: vLLM prefills, another engine decodes.
+"""vLLM prefills, another engine decodes.
 
 A server of vLLM on CPUs computes random prompts, and its connector stores them in a
 store server. transformers takes all full blocks of each, computes the rest and decodes

@@ -28,7 +28,7 @@ _CALLS: Final = {("iovec.py", "readv"), ("iovec.py", "writev"), ("cma.py", "read
 # Whose calls are not counted: the benchmarks' own, and those of a loop in Python.
 _OUTSIDE: Final = (
     str(Path(kvwire_certify.bench.__file__).parent),
-    str(Path(__file__).parents[1] / "programs"),
+    str(Path(__file__).parent),
     str(Path(asyncio.__file__).parent),
     str(Path(selectors.__file__)),
 )

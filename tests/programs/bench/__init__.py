@@ -1,1 +1,0 @@
-"""Measurements that choose a constant; `kvwire bench` measures the whole."""
