@@ -1,4 +1,4 @@
-"""States that are set and stay: each ends with its object, or a test shows its end.
+"""States that are set and stay: each ends with its object, or has its reason.
 
 A state that nobody examines again turns one failure into a lasting one: a lane that is
 not asked for any more, an engine that drained, a tier that is degraded. So every flag
@@ -8,8 +8,6 @@ that a class sets, and never clears, is in a table here with the reason why it s
 from __future__ import annotations
 
 import ast
-
-import pytest
 
 from tests.support.tree import ROOT
 
@@ -94,73 +92,3 @@ def latches(of: ast.ClassDef) -> set[str]:
                 case ast.Attribute(value=ast.Name(id="self"), attr=name):
                     values.setdefault(name, set()).add(value)
     return {name for name, found in values.items() if found == {True}}
-
-
-@pytest.mark.parametrize(
-    ("path", "name"),
-    [
-        # a lane that a peer has refused often
-        (
-            "tests/driver/lanes/test_setup.py",
-            "test_a_peer_that_has_refused_often_may_take_a_lane_later",
-        ),
-        # a lane that cannot be opened here
-        (
-            "tests/driver/lanes/test_setup.py",
-            "test_what_fails_on_this_side_is_tried_until_it_works",
-        ),
-        # a peer that is away
-        (
-            "tests/endpoint/test_reconnect.py",
-            "test_a_peer_that_is_back_in_time_goes_on",
-        ),
-        # a peer for which another process answered
-        (
-            "tests/endpoint/test_reconnect.py",
-            "test_a_transfer_finds_its_peer_again_behind_a_balancer",
-        ),
-        # a listener without descriptors
-        (
-            "tests/fault/test_descriptors_short.py",
-            "test_a_listener_accepts_again",
-        ),
-        # backends that were not found
-        (
-            "tests/fault/test_descriptors_short.py",
-            "test_backends_are_found_when_there_are_descriptors_again",
-        ),
-        # a store server that is away
-        (
-            "packages/store/tests/server/test_host_windows.py",
-            "test_a_killed_server_is_missed_and_found_again",
-        ),
-        # a disk that is full
-        (
-            "packages/store/tests/tiers/test_disk.py",
-            "test_a_disk_that_is_full_takes_blocks_again_when_it_has_room",
-        ),
-        # a service that is away
-        (
-            "packages/store/tests/tiers/test_values.py",
-            "test_it_is_asked_again_whatever_its_client_raises",
-        ),
-        # a Redis that refuses writes, and the reason that /health shows
-        (
-            "tests/directory/test_redis_servers.py",
-            "test_a_server_that_refuses_writes_is_read",
-        ),
-        # an engine that has failed
-        (
-            "packages/vllm/tests/test_tries.py",
-            "test_when_an_engine_that_has_failed_may_be_asked_again",
-        ),
-        # an engine that was drained, and restarted
-        (
-            "packages/vllm/tests/test_fleet.py",
-            "test_an_engine_that_was_drained_comes_back",
-        ),
-    ],
-)
-def test_what_is_given_up_has_a_test_of_its_return(path: str, name: str) -> None:
-    """What is given up, paused or degraded ends, as the test of this name shows."""
-    assert f"def {name}(" in (ROOT / path).read_text()

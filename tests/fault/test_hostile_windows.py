@@ -30,7 +30,6 @@ from kvwire.wire.control import (
 )
 from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, answering, dial, expect_ended_by
-from tests.fault.test_hostile_frames import expect_fine
 from tests.support import inside
 from tests.support.caches import STORED, Filled
 from tests.support.pairs import Pair, connected, until
@@ -86,6 +85,13 @@ async def pair() -> AsyncIterator[Pair]:
     """Over sockets, where strangers come from."""
     async with connected("tcp") as found:
         yield found
+
+
+async def expect_fine(pair: Pair) -> None:
+    """Another connection goes on."""
+    await asyncio.gather(pair.left.send(1, b"there"), pair.right.send(1, b"back"))
+    assert await pair.right.recv(1) == b"there"
+    assert await pair.left.recv(1) == b"back"
 
 
 # --- a hostile reader -----------------------------------------------------------------

@@ -1,16 +1,13 @@
-"""What was recorded still means the same, in whatever pieces it arrives."""
+"""What was recorded still means the same."""
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, TypeVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvwire.errors import RequestCancelled, WireCode
 from kvwire.memory.checksum import checksum
@@ -45,8 +42,6 @@ from tests.support.core_pair.transcripts import (
     record,
     same,
 )
-from tests.support.depth import examples
-from tests.support.splitter import Splitter
 
 GOLDEN = Path(__file__).with_name("golden")
 # After a change that is meant: python -m tests.support.core_pair.test_transcripts DIR
@@ -398,33 +393,6 @@ def test_a_changed_byte_is_noticed() -> None:
 
 def failure(code: int, text: str) -> Frame:
     return Framing().control(FrameType.FAIL, encode_body(Fail(code, text)), request=1)
-
-
-# --- goal S9b: in any pieces
-
-
-@settings(max_examples=examples(1000))
-@given(
-    st.sampled_from(CASES),
-    st.sampled_from(Role),
-    st.lists(st.floats(0, 1), max_size=20),
-)
-def test_cut_anywhere_the_same_frames_arrive(
-    case: Case, sender: Role, cuts: list[float]
-) -> None:
-    """All that one side says, in up to 21 pieces; byte by byte without a cut."""
-    sent = golden(case).sent_by(sender)
-    run = b"".join(header + body for header, body in sent)
-    places = sorted(int(cut * len(run)) for cut in cuts) or range(len(run))
-    splitter = Splitter()
-    arrived = [
-        (frame.raw_header, frame.body)
-        for begin, end in itertools.pairwise([0, *places, len(run)])
-        for frame in splitter.feed(run[begin:end])
-    ]
-    assert arrived == sent
-    assert splitter.broken is None
-    assert not splitter.in_frame
 
 
 # --- what ends of a script do -----

@@ -68,11 +68,6 @@ class Transcript:
     title: str
     steps: list[Step]
 
-    def sent_by(self, role: Role) -> list[Frame]:
-        """Every frame that one side has sent."""
-        frames = (sent for step in self.steps for sent in step.frames)
-        return [frame for sender, frame in frames if sender is role]
-
     def __str__(self) -> str:
         """As it is written to a file."""
         return "\n".join([f"# {self.title}", *_lines(self.steps), ""])
