@@ -292,13 +292,12 @@ class StoreManagement(AsyncWith):
         if type(tenant) is not str or tenant:
             self._tiers.tenants.require(tenant)
         groups = cache.groups
-        lossy = self._tiers.lossy
         if hash_tokens is None:
             return computed_once(
                 cache,
-                ("namespaces", tenant, lossy),
+                ("namespaces", tenant),
                 lambda: {
-                    name: namespace_of(group, None, tenant, lossy)
+                    name: namespace_of(group, None, tenant)
                     for name, group in groups.items()
                 },
             )
@@ -310,7 +309,7 @@ class StoreManagement(AsyncWith):
         if tokens.keys() - groups.keys():
             raise UsageError(f"hash_tokens: the groups are {', '.join(groups)}")
         return {
-            name: namespace_of(group, tokens.get(name), tenant, lossy)
+            name: namespace_of(group, tokens.get(name), tenant)
             for name, group in groups.items()
         }
 

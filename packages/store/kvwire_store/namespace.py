@@ -18,7 +18,6 @@ import itertools
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import sha256
-from operator import xor
 from typing import Final
 
 from kvwire.errors import UsageError
@@ -48,26 +47,19 @@ class Namespace:
         group: The group's name.
         spec: The spec of a block; ``block_tokens`` is the number of tokens per hash.
         tenant: The tenant that owns the blocks; "" in a store without tenants.
-        lossy: The lossy codec of the tiers below memory; "" for none.
-        digest: 16 bytes, equal exactly if group, spec, tenant and codec are equal.
+        digest: 16 bytes, equal exactly if group, spec and tenant are equal.
         image_bytes: Bytes of one block.
     """
 
     group: str = field(compare=False)
     spec: KVSpec = field(compare=False)
     tenant: str = field(default="", compare=False)
-    lossy: str = field(default="", compare=False)
     digest: bytes = field(init=False)
     image_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         named = sha256(repr((self.group, self.spec.to_pairs())).encode())
         digest = of_tenant(named.digest()[:DIGEST_BYTES], self.tenant)
-        if self.lossy:
-            # A key names one content for ever, and lossy codecs make different
-            # contents.
-            mask = sha256(self.lossy.encode()).digest()[:DIGEST_BYTES]
-            digest = bytes(map(xor, digest, mask))
         object.__setattr__(self, "digest", digest)
         object.__setattr__(self, "image_bytes", self.spec.block_bytes)
 
@@ -87,12 +79,12 @@ def of_tenant(digest: bytes, tenant: str) -> bytes:
 
 
 def namespace_of(
-    group: CacheGroup, hash_tokens: int | None, tenant: str = "", lossy: str = ""
+    group: CacheGroup, hash_tokens: int | None, tenant: str = ""
 ) -> Namespace:
     """Return the namespace for the blocks of a cache group."""
     tokens = group.spec.block_tokens if hash_tokens is None else hash_tokens
     try:
-        return _namespace(group.name, group.spec, tokens, tenant, lossy)
+        return _namespace(group.name, group.spec, tokens, tenant)
     except (UsageError, TypeError):
         raise UsageError(
             f"hash_tokens={hash_tokens!r}: pass the number of tokens that one hash "
@@ -102,12 +94,10 @@ def namespace_of(
 
 # Each store call uses its caches' namespaces, of which there are few.
 @lru_cache(256)
-def _namespace(
-    name: str, spec: KVSpec, block_tokens: int, tenant: str, lossy: str
-) -> Namespace:
+def _namespace(name: str, spec: KVSpec, block_tokens: int, tenant: str) -> Namespace:
     if block_tokens != spec.block_tokens:
         spec = replace(spec, block_tokens=block_tokens)
-    return Namespace(name, spec, tenant, lossy)
+    return Namespace(name, spec, tenant)
 
 
 @lru_cache(len(ORDERS) * 6)

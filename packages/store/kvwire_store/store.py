@@ -64,7 +64,7 @@ from kvwire_store.threads import Threads
 from kvwire_store.tier_stack import TierStack
 from kvwire_store.tiers.base import Tier, TierStats
 from kvwire_store.tiers.coded import codec_of
-from kvwire_store.tiers.registry import ELSEWHERE, PASSAGE, one_loss, open_tier
+from kvwire_store.tiers.registry import ELSEWHERE, PASSAGE, open_tier
 from kvwire_store.tiers.slabs import Slabs
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
@@ -680,13 +680,8 @@ class OpeningStore(Opening):
                 "through memory; begin with memory:SIZE"
             )
         codec_of(self._tiers[0])
-        lossy = one_loss(self._tiers[1:])
-        if lossy and len(self._tenants):
-            raise UsageError(
-                f"tenants: codec={lossy} loses bits, and after a restart the store "
-                "could not assign the blocks to tenants; use a lossless codec with "
-                "tenants"
-            )
+        for one in self._tiers[1:]:
+            codec_of(one)
         self._write: Write = write
         self._store: BlockStore | None = None
 

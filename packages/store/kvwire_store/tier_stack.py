@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from operator import itemgetter
@@ -57,13 +58,7 @@ class TierStack:
             index, self._demote if below else None, ahead=not through
         )
         self.threads = threads
-        # All lossy tiers have the same codec.
-        self.lossy: str = max((tier.lossy for tier in below), default="")
-        known = (
-            Namespace(one.group, one.spec, one.tenant, self.lossy)
-            for tier in below
-            for one in tier.namespaces()
-        )
+        known = itertools.chain.from_iterable(tier.namespaces() for tier in below)
         self.namespaces: dict[bytes, Namespace] = {one.digest: one for one in known}
 
     @property

@@ -73,8 +73,6 @@ async def test_a_tenant_that_there_is_not_is_refused() -> None:
             await store.match(A, cache, tenant="u")
         with pytest.raises(UsageError, match="the tenants are t"):
             await store.delete_all(tenant="u")
-    with pytest.raises(UsageError, match="fp8 loses bits"):
-        BlockStore.open(["memory:64KiB", "disk:d?size=1MiB&codec=fp8"], tenants=["t"])
 
 
 async def test_a_delete_waits_for_who_writes_and_deletes_that_too() -> None:

@@ -181,7 +181,7 @@ async def test_a_codec_may_make_room(tmp_path: Path) -> None:
     large = Filled(1, spec(layers=64, head_dim=64)).cache
     tiers = [
         "memory:1MiB?slab=256KiB",
-        f"disk:{tmp_path}?size=1MiB&slab=96KiB&codec=int4",
+        f"disk:{tmp_path}?size=1MiB&slab=192KiB&codec=zstd-planes",
     ]
     async with BlockStore.open(tiers) as store:
         store.require_room(large)

@@ -157,14 +157,13 @@ def counts(
 
 @app.command
 def codecs(*, codec: str = "all", rounds: Rounds = 5, json: Output = None) -> None:
-    """What codecs of KV blocks save, cost and lose, beside a memcpy.
+    """What codecs of KV blocks save and cost, beside a memcpy.
 
     The KV is that of the demo's model, which knows its book by heart; and numbers of a
     normal distribution.
 
     Args:
-        codec: Names, separated by commas; or all. Those without loss need the extra
-            codecs.
+        codec: Names, separated by commas; or all. They need the extra codecs.
         rounds: The number of rounds; more rounds give firmer medians.
         json: Write every answer to this file; - is the output.
     """

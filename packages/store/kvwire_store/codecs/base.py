@@ -11,7 +11,7 @@ A codec promises:
   image as it is.
 * ``decode`` fills the memory it is given exactly, or raises. The size follows from the
   form and never from the payload, and nothing larger is allocated.
-* A codec that is not ``lossy`` restores every bit.
+* Decoding restores every bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from typing import ClassVar, Final
+from typing import Final
 
 from kvwire.kv.codecs.floats import Bytes
 from kvwire.kv.layout import extents_of
@@ -84,12 +84,10 @@ class BlockCodec(ABC):
     Attributes:
         name: The name that users write.
         number: The number in stored entries; it never changes.
-        lossy: Whether decoding restores fewer bits than were encoded.
     """
 
     name: str
     number: int
-    lossy: ClassVar[bool]
 
     def require(self) -> None:  # noqa: B027 - most need nothing
         """Import the libraries that this codec needs besides NumPy.

@@ -5,9 +5,8 @@ the codec's payload. It is always shorter than the image: an image that does not
 is stored as it is, without a head. So the length distinguishes an entry from an image,
 and images that were stored before codecs existed stay valid.
 
-A lossless codec's checksum covers the decoded image, so decoding is known to have
-restored it. A lossy codec's checksum covers the payload. Both checksums cover the head
-too. Nothing is decoded unless the head fits the memory to fill.
+The checksum covers the head and the decoded image, so decoding is known to have
+restored it. Nothing is decoded unless the head fits the memory to fill.
 """
 
 from __future__ import annotations
@@ -45,23 +44,21 @@ def encode_entry(codec: BlockCodec, image: Bytes, form: ImageForm, into: Bytes) 
     if not nbytes:
         return 0
     head = _HEAD.pack(_MAGIC, codec.number, form.nbytes, nbytes, form.digest)
-    checked = payload[:nbytes] if codec.lossy else image
-    into[:HEAD_BYTES] = np.frombuffer(head + _sum(head, checked), np.uint8)
+    into[:HEAD_BYTES] = np.frombuffer(head + _sum(head, image), np.uint8)
     return HEAD_BYTES + nbytes
 
 
-def decode_entry(entry: Bytes, form: ImageForm, into: Bytes, lossy: str = "") -> None:
+def decode_entry(entry: Bytes, form: ImageForm, into: Bytes) -> None:
     """Decode an entry into an image; bytes after the entry are ignored.
 
     Args:
         entry: The entry's bytes, with or without padding.
         form: The form of the image.
         into: The memory to fill.
-        lossy: The name of the lossy codec that the caller accepts; "" for none.
 
     Raises:
         IntegrityError: The entry is damaged, has another form or length, or its codec
-            is unknown or not accepted. The memory then has arbitrary content.
+            is unknown. The memory then has arbitrary content.
         ModuleNotFoundError: The codec's library is missing.
     """
     if entry.size < HEAD_BYTES:
@@ -79,10 +76,6 @@ def decode_entry(entry: Bytes, form: ImageForm, into: Bytes, lossy: str = "") ->
             f"the entry uses codec {number}, which this version does not know"
         )
     codec = _BY_NUMBER[number]
-    if codec.lossy and codec.name != lossy:
-        raise IntegrityError(
-            f"the entry uses codec {codec.name}, which the reader did not request"
-        )
     if image_bytes != into.size or digest != form.digest:
         raise IntegrityError(
             f"the entry's image has {image_bytes} bytes, and {into.size} were expected"
@@ -94,10 +87,8 @@ def decode_entry(entry: Bytes, form: ImageForm, into: Bytes, lossy: str = "") ->
         )
     payload = entry[HEAD_BYTES : HEAD_BYTES + nbytes]
     total = entry[_HEAD.size : HEAD_BYTES].tobytes()
-    if codec.lossy and total != _sum(head, payload):
-        raise IntegrityError(f"the checksum of the {codec.name} entry does not match")
     codec.decode(payload, form, into)
-    if not codec.lossy and total != _sum(head, into):
+    if total != _sum(head, into):
         raise IntegrityError(
             f"the checksum of the image that {codec.name} decoded does not match"
         )

@@ -15,7 +15,7 @@ unchanged.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -37,7 +37,6 @@ class PlanesCodec(BlockCodec):
     """Compresses byte planes without loss."""
 
     library: Literal["zstd", "lz4"]
-    lossy: ClassVar[bool] = False
 
     def require(self) -> None:
         (_zstd if self.library == "zstd" else _lz4)()

@@ -8,16 +8,12 @@ from typing import Final
 from kvwire.errors import UsageError, nearest, shown
 from kvwire_store.codecs.base import BlockCodec
 from kvwire_store.codecs.planes import PlanesCodec
-from kvwire_store.codecs.scaled import NibbleCodec, ScaledCodec
 
 CODECS: Final[Mapping[str, BlockCodec]] = {
     codec.name: codec
     for codec in (
         PlanesCodec("zstd-planes", 1, "zstd"),
         PlanesCodec("lz4-planes", 2, "lz4"),
-        ScaledCodec("fp8", 3),
-        ScaledCodec("int8", 4),
-        NibbleCodec("int4", 5),
     )
 }
 

@@ -112,13 +112,7 @@ class StoreServer(AsyncWith):
                 f"berth_bytes={berth_bytes}: pass 1 to {REQUEST_BYTES_MAX}; every "
                 "client's block must fit"
             )
-        tiers = access_to(store).tiers
-        if lossy := tiers.lossy:
-            raise UsageError(
-                f"{store.name}: codec={lossy} loses bits, which clients do not "
-                "expect; serve the store with a lossless codec or none"
-            )
-        tenants = tiers.tenants.listed
+        tenants = access_to(store).tiers.tenants.listed
         self._where = Address.parse(address)
         self._labels = labels
         self._advertise = advertise

@@ -302,7 +302,6 @@ class Tier(ABC):
         at_once_bytes: Images of up to this many bytes are copied in one turn of the
             loop, and not touched at any other time.
         asks_bytes: The most bytes of images that :meth:`ask` reads at the moment.
-        lossy: The codec with which it stores blocks, if that is lossy; else empty.
         mapped: Access to its blocks, if they can be read in place at the moment.
     """
 
@@ -311,7 +310,6 @@ class Tier(ABC):
     asks: bool = False
     at_once_bytes: int = 0
     asks_bytes: int = 0
-    lossy: str = ""
     mapped: HostBlocks | None = None
 
     def __init__(self, name: str) -> None:

@@ -6,11 +6,6 @@ codec that the tier was opened with: the length shows whether an image or an ent
 stored, and an entry names its codec. So a tier whose ``codec=`` is changed or removed
 can still read its older blocks.
 
-A lossy codec is agreed upon by name. A key never names two contents, but a lossy codec
-returns other content than was put. So its blocks have separate keys, which include the
-codec's name (:mod:`kvwire_store.namespace`). A store with another codec does not find
-them: only users that chose the loss get these blocks.
-
 Encoding and decoding run on threads. Encoding needs additional memory: as much as the
 images of the few batches that are being encoded.
 """
@@ -78,11 +73,10 @@ class CodedTier(Tier):
 
     def __init__(self, address: TierAddress) -> None:
         super().__init__(address.text)
-        self._codec = codec = codec_of(address)
+        self._codec = codec_of(address)
         self._threads = Threads()
         # Why an entry could not be decoded; "" once others were.
         self._undecoded = ""
-        self.lossy: str = codec.name if codec is not None and codec.lossy else ""
 
     @abstractmethod
     async def _write_entries(self, namespace: Namespace, batch: Batch) -> BlockResults:
@@ -170,7 +164,7 @@ class CodedTier(Tier):
         for at, image in enumerate(_arrays(batch.images)):
             form = form_of(namespace.spec, ORDERS[orders[at]])
             try:
-                decode_entry(image[: sizes[at]].copy(), form, image, self.lossy)
+                decode_entry(image[: sizes[at]].copy(), form, image)
             except (IntegrityError, ModuleNotFoundError) as exc:
                 results[at] = FAILED
                 self.error = self._undecoded = str(exc)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from importlib import metadata
 from typing import Final
 
@@ -78,23 +78,3 @@ async def _open(address: TierAddress, tenants: Tenants) -> Tier:
         )
     tier: Tier = await cls.open(address)
     return tier
-
-
-def one_loss(addresses: Sequence[TierAddress]) -> str:
-    """Return the common lossy codec of these tiers; "" if none is lossy.
-
-    All tiers have to agree, because blocks move between them: one tier's loss would
-    otherwise be stored in another as if it were exact.
-    """
-    codecs = {address.text: codec_of(address) for address in addresses}
-    lossy = {
-        text: codec.name if codec is not None and codec.lossy else ""
-        for text, codec in codecs.items()
-    }
-    if len(set(lossy.values())) > 1:
-        listed = ", ".join(f"{t} has {n or 'none'}" for t, n in lossy.items())
-        raise UsageError(
-            "tiers: blocks move between tiers, so if one codec loses bits, all tiers "
-            f"below memory must use it; {listed}"
-        )
-    return max(lossy.values(), default="")

@@ -1,4 +1,4 @@
-"""Entries: exact for any form without loss, refused when anything of them is wrong."""
+"""Entries: exact for any form, refused when anything of them is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from kvwire_store.codecs.registry import CODECS, codec_named
 from packages.store.tests.codecs.images import DTYPES, ORDERS, form, image
 from tests.support.depth import examples
 
-LOSSLESS = [codec for codec in CODECS.values() if not codec.lossy]
 every = pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 
 
@@ -30,15 +29,15 @@ def encoded(codec: BlockCodec, given_: Bytes, of: ImageForm) -> Bytes:
     return room[: encode_entry(codec, given_, of, room)]
 
 
-def decoded(entry: Bytes, of: ImageForm, lossy: str = "") -> Bytes:
+def decoded(entry: Bytes, of: ImageForm) -> Bytes:
     into = np.full(of.nbytes, 0xEE, np.uint8)
-    decode_entry(entry, of, into, lossy)
+    decode_entry(entry, of, into)
     return into
 
 
 @settings(max_examples=examples(150))
 @given(
-    codec=st.sampled_from(LOSSLESS),
+    codec=st.sampled_from([*CODECS.values()]),
     dtype=st.sampled_from(DTYPES),
     order=st.integers(0, len(ORDERS) - 1),
     components=st.integers(1, 2),
@@ -70,41 +69,34 @@ def test_damage_at_every_byte_is_refused(codec: BlockCodec) -> None:
     of = form(head_dim=16)
     given_ = image(of)
     entry = encoded(codec, given_, of)
-    lossy = codec.name if codec.lossy else ""
-    whole = decoded(entry, of, lossy)
+    whole = decoded(entry, of)
     for at in range(entry.size):
         bad = entry.copy()
         bad[at] ^= 1 << at % 8
         try:
-            got = decoded(bad, of, lossy)
+            got = decoded(bad, of)
         except IntegrityError:
             continue
         # A compressor has bits that mean nothing; what comes out is exact even so.
-        assert not codec.lossy
         assert at > HEAD_BYTES
         assert (got == whole).all()
     for size in (0, HEAD_BYTES - 1, HEAD_BYTES, entry.size - 1):
         with pytest.raises(IntegrityError):
-            decoded(entry[:size], of, lossy)
+            decoded(entry[:size], of)
 
 
 @every
 def test_an_entry_is_decoded_only_into_what_it_is_of(codec: BlockCodec) -> None:
     entry = encoded(codec, image(form()), form())
-    lossy = codec.name if codec.lossy else ""
     for other in (form("float16"), form(order=3)):
         with pytest.raises(IntegrityError, match="in another form"):
-            decoded(entry, other, lossy)
+            decoded(entry, other)
     with pytest.raises(IntegrityError, match="4096 bytes, and 8192 were expected"):
-        decoded(entry, form(head_dim=64), lossy)
-    if codec.lossy:
-        for unasked in ("", "zstd-planes", "fp4"):
-            with pytest.raises(IntegrityError, match=f"{codec.name}, which the reader"):
-                decoded(entry, form(), unasked)
+        decoded(entry, form(head_dim=64))
 
 
 def test_a_codec_and_an_entry_of_a_later_version_are_refused_by_name() -> None:
-    entry = encoded(LOSSLESS[0], image(form()), form())
+    entry = encoded(codec_named("zstd-planes"), image(form()), form())
     entry[4] = 77
     with pytest.raises(
         IntegrityError, match="codec 77, which this version does not know"
@@ -126,15 +118,8 @@ def test_an_image_too_small_for_a_head_is_kept(codec: BlockCodec) -> None:
 
 
 def test_names_and_numbers_are_for_ever() -> None:
-    known = {codec.name: (codec.number, codec.lossy) for codec in CODECS.values()}
-    assert known == {
-        "zstd-planes": (1, False),
-        "lz4-planes": (2, False),
-        "fp8": (3, True),
-        "int8": (4, True),
-        "int4": (5, True),
-    }
-    assert codec_named("int8") is CODECS["int8"]
+    known = {codec.name: codec.number for codec in CODECS.values()}
+    assert known == {"zstd-planes": 1, "lz4-planes": 2}
     with pytest.raises(UsageError, match="did you mean 'zstd-planes'"):
         codec_named("zstd-plane")
 

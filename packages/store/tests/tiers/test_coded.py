@@ -16,7 +16,7 @@ pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 import obstore.store
 
 from kvwire import BackendUnavailable, KVSpec, UsageError
-from kvwire_store import BlockStore, StoreServer
+from kvwire_store import BlockStore
 from kvwire_store.codecs.registry import CODECS
 from kvwire_store.tiers.disk import DiskTier
 from tests.support.caches import Filled, chain
@@ -26,8 +26,6 @@ obstore.put(obstore.store.MemoryStore(), "first", b"")
 
 SPEC = KVSpec(layers=4, kv_heads=2, head_dim=64, block_tokens=16, dtype="bfloat16")
 IDS = list(range(12))
-LOSSLESS = [codec.name for codec in CODECS.values() if not codec.lossy]
-LOSSY = [codec.name for codec in CODECS.values() if codec.lossy]
 
 Tiers = Callable[..., list[str]]
 every = pytest.mark.parametrize("codec", CODECS)
@@ -87,7 +85,7 @@ def damage(folder: Path) -> None:
             path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("codec", LOSSLESS)
+@every
 async def test_blocks_come_back_exactly(tiers: Tiers, codec: str) -> None:
     """By a store that was opened with any codec, or none."""
     source = kv()
@@ -95,30 +93,11 @@ async def test_blocks_come_back_exactly(tiers: Tiers, codec: str) -> None:
     both, written = await put(tiers(codec), source)
     assert written == len(IDS)
     assert not plain or both - plain < 0.95 * plain
-    for reader in ("", *LOSSLESS):
+    for reader in ("", *CODECS):
         for name, expected in (("", source), ("plain", kv(2))):
             got, missing = await get(tiers(reader), name)
             assert not missing
             assert (numbers(got) == numbers(expected)).all()
-
-
-@pytest.mark.parametrize("codec", LOSSY)
-async def test_who_has_not_asked_for_loss_finds_nothing(
-    tiers: Tiers, codec: str
-) -> None:
-    source = kv()
-    await put(tiers(codec), source)
-    got, missing = await get(tiers(codec))
-    assert not missing
-    error = np.abs(numbers(got) - numbers(source)).max()
-    assert 0 < error < {"fp8": 0.2, "int8": 0.05, "int4": 0.5}[codec]
-    for reader in {"", "zstd-planes", *LOSSY} - {codec}:
-        _, missing = await get(tiers(reader))
-        assert missing == {"it is not in the store"}
-    # The exact ones are kept beside them.
-    await put(tiers(), source)
-    got, _ = await get(tiers())
-    assert (numbers(got) == numbers(source)).all()
 
 
 @every
@@ -127,8 +106,7 @@ async def test_what_does_not_shrink_is_kept_as_it_is(tiers: Tiers, codec: str) -
     await put(tiers(codec), source)
     got, missing = await get(tiers(codec))
     assert not missing
-    if codec in LOSSLESS:
-        assert (numbers(got).view("u4") == numbers(source).view("u4")).all()
+    assert (numbers(got).view("u4") == numbers(source).view("u4")).all()
 
 
 @every
@@ -180,25 +158,10 @@ async def test_entries_of_a_disk_have_few_lengths(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    (["memory:1MiB?codec=fp8"], "use the codec in a tier below"),
-    (["memory:1MiB", "kvwire://a:1?codec=fp8"], "the server's own tiers"),
-    (["memory:1MiB", "disk:D?size=1MiB&codec=fp9"], "did you mean 'fp8'"),
-    (
-        ["memory:1MiB", "disk:D?size=1MiB&codec=int8", "object:memory:///"],
-        "all tiers below memory must use it.*codec=int8 has int8, .*/// has none",
-    ),
+    (["memory:1MiB?codec=zstd-planes"], "use the codec in a tier below"),
+    (["memory:1MiB", "kvwire://a:1?codec=zstd-planes"], "the server's own tiers"),
+    (["memory:1MiB", "disk:D?size=1MiB&codec=zstd"], "did you mean 'zstd-planes'"),
 ]
-
-
-async def test_a_server_gives_nobody_less_than_was_put(tmp_path: Path) -> None:
-    place = f"disk:{tmp_path}?size=1MiB&codec="
-    for codec, allowed in (("fp8", False), ("zstd-planes", True)):
-        async with BlockStore.open(["memory:1MiB", place + codec]) as store:
-            if allowed:
-                StoreServer(store, "tcp://127.0.0.1:0")
-            else:
-                with pytest.raises(UsageError, match="codec=fp8 loses bits"):
-                    StoreServer(store, "tcp://127.0.0.1:0")
 
 
 @pytest.mark.parametrize(("tiers_", "why"), REFUSED)

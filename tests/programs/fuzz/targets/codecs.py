@@ -37,7 +37,7 @@ for _of in FORMS:
         _image = np.zeros(_of.nbytes, np.uint8)
         _room = np.empty(_of.nbytes, np.uint8)
         if _size := encode_entry(_codec, _image, _of, _room):
-            decode_entry(_room[:_size], _of, _image, _codec.name)
+            decode_entry(_room[:_size], _of, _image)
 
 
 def run(data: bytes) -> int:
@@ -50,7 +50,7 @@ def run(data: bytes) -> int:
         if head[1] < len(_CODECS):
             _CODECS[head[1]].decode(said, form, image)
         else:
-            decode_entry(said, form, image, _CODECS[head[1] % len(_CODECS)].name)
+            decode_entry(said, form, image)
     assert (memory[:_GUARD] == 0xEE).all()
     assert (memory[-_GUARD:] == 0xEE).all()
     return len(data) + 8 * form.nbytes
