@@ -226,7 +226,7 @@ class Index:
         self,
         keys: Keys,
         slots: Ids,
-        born: Times | None = None,
+        born: Times | float | None = None,
         orders: Orders | int | None = None,
     ) -> None:
         """Give taken slots their keys. They stay pinned by their users."""

@@ -9,7 +9,63 @@ from typing import Any
 from kvwire.aio import LoopThread
 from kvwire.kv.outcome import Outcome
 from kvwire.types import Uncopied
+from kvwire_store.operations.asked import AskedGet
 from kvwire_store.operations.base import Operation
+
+
+class Settled(asyncio.Future[Any]):
+    """The outcome of a call without a task; whoever waits for it goes on next turn.
+
+    Each await has a future of its own, so that cancelling an await ends no other.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop=loop)
+        self._waiters: list[asyncio.Future[Outcome]] = []
+
+    def waiter(self) -> asyncio.Future[Outcome]:
+        """Return a future that gets the outcome."""
+        if self.done():
+            return self
+        made: asyncio.Future[Outcome] = self.get_loop().create_future()
+        self._waiters.append(made)  # bounded: one for each await
+        return made
+
+    def settle(self, outcome: object) -> None:
+        """Set the outcome."""
+        self.set_result(outcome)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Set the error of the call."""
+        self.set_exception(error)
+        self._wake()
+
+    def follow(self, task: asyncio.Task[Any]) -> None:
+        """Set the outcome of a task, once it has ended."""
+        task.add_done_callback(self._end_with)
+
+    def _end_with(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self.cancel()
+            self._wake()
+        elif isinstance(error := task.exception(), Exception):
+            self.fail(error)
+        else:
+            self.settle(task.result())
+
+    def _wake(self) -> None:
+        waiters = self._waiters
+        self._waiters = []
+        for waiter in waiters:
+            if waiter.done():
+                continue
+            if self.cancelled():
+                waiter.cancel()
+            elif (error := self.exception()) is not None:
+                waiter.set_exception(error)
+            else:
+                waiter.set_result(self.result())
 
 
 class StoreRequest(Uncopied):
@@ -21,7 +77,10 @@ class StoreRequest(Uncopied):
     """
 
     def __init__(
-        self, work: Operation, task: asyncio.Future[Outcome], thread: LoopThread
+        self,
+        work: Operation | AskedGet,
+        task: asyncio.Future[Outcome],
+        thread: LoopThread,
     ) -> None:
         self._thread = thread
         self._work = work
@@ -29,7 +88,7 @@ class StoreRequest(Uncopied):
 
     def __repr__(self) -> str:
         state = "over" if self.done() else "under way"
-        return f"<StoreRequest, {type(self._work).__name__.lower()}, {state}>"
+        return f"<StoreRequest, {self._work.verb}, {state}>"
 
     def __await__(self) -> Generator[Any, Any, Outcome]:
         self._thread.check("await StoreRequest")
@@ -38,6 +97,8 @@ class StoreRequest(Uncopied):
         task = self._task
         if task.done() and not task.cancelled() and task.exception() is None:
             return _returned(task.result())
+        if isinstance(task, Settled):
+            return task.waiter().__await__()
         return asyncio.shield(task).__await__()
 
     def done(self) -> bool:

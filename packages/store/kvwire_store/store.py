@@ -45,8 +45,9 @@ from kvwire.types import in_bytes
 from kvwire_store.address import TierAddress
 from kvwire_store.counters import StoreCounters
 from kvwire_store.index import Index
+from kvwire_store.limits import STORE_KEYS_MAX
 from kvwire_store.management import HashTokens, StoreManagement
-from kvwire_store.operations.asked import AskedBlocks
+from kvwire_store.operations.asked import Asked, AskedGet
 from kvwire_store.operations.base import Operation
 from kvwire_store.operations.get import GetOperation
 from kvwire_store.operations.group_request import (
@@ -58,7 +59,7 @@ from kvwire_store.operations.group_request import (
 )
 from kvwire_store.operations.put import PutOperation
 from kvwire_store.placement import leading
-from kvwire_store.request import StoreRequest
+from kvwire_store.request import Settled, StoreRequest
 from kvwire_store.tenants import Tenants
 from kvwire_store.threads import Threads
 from kvwire_store.tier_stack import TierStack
@@ -109,7 +110,7 @@ class BlockStore(StoreManagement):
         )
         keep = memory.choice("keep", ("yes", "no"), "yes")
         self._tiers.memory.keeps = keep == "yes"
-        self._live: dict[asyncio.Future[Any], Operation] = {}
+        self._live: dict[asyncio.Future[Any], Operation | AskedGet] = {}
         self._calls = set()
         # The close functions of this store's servers.
         self._servers: set[Callable[[], Awaitable[None]]] = set()
@@ -460,73 +461,90 @@ class BlockStore(StoreManagement):
             (kind.verb, *map(_KIND, requests)),
             lambda: TransferPlan(cache, lists, _images(requests), kind.side).template,
         )
+        asked = cache, lists, template
+        # A get of a few blocks may end without a task.
+        taskless = kind is GetOperation and cache.device is None
+        taskless = taskless and not (self._logs or RINGS)
+        if taskless and (request := self._requested(requests, asked)) is not None:
+            return request
         work = kind(self._tiers, requests, after)
-        work.asked = cache, lists, template
-        moving = self._moved_now(work, cache) or self._begin(work)
+        work.asked = asked
+        moving = (self._moved_now(work) if taskless else None) or self._begin(work)
         return StoreRequest(work, moving, self._thread)
 
-    def _moved_now(
-        self, work: Operation, cache: PagedCache
-    ) -> asyncio.Future[Any] | None:
-        """Return the outcome if the call can end within this turn."""
-        if not isinstance(work, GetOperation) or cache.device is not None:
+    def _requested(
+        self, requests: Sequence[GroupRequest], asked: Asked
+    ) -> StoreRequest | None:
+        """Request a get's blocks from the first lower tier, if it answers at once."""
+        below = self._tiers.below
+        if len(requests) > 1 or not below or below[0].mapped is not None:
             return None
-        if self._logs or RINGS or not work.is_small:
+        keys = requests[0].keys
+        nbytes = keys.size * requests[0].namespace.image_bytes
+        if not 0 < nbytes <= below[0].asks_bytes or keys.size > STORE_KEYS_MAX:
             return None
-        over = asyncio.get_running_loop().create_future()
+        over = Settled(self._thread.loop)
+        get = AskedGet(self._tiers, requests[0], asked, partial(self._answered, over))
+        if not get.begin(below[0]):
+            return None
+        self._follow(get, over)
+        return StoreRequest(get, over, self._thread)
+
+    def _moved_now(self, work: Operation) -> Settled | None:
+        """Return the outcome if a small get can end within this turn."""
+        assert isinstance(work, GetOperation)
+        if not work.is_small:
+            return None
         nbytes = work.nbytes + _CALL_BYTES
+        over = Settled(self._thread.loop)
         if self._turn.has_room(nbytes):
-            if work.at_once():
-                self._turn.spend(nbytes)
-                over.set_result(work.end())
-                return over
+            if not work.at_once():
+                return None
+            self._turn.spend(nbytes)
+            over.set_result(work.end())
         elif work.is_near:
             self._follow(work, over)
             self._turn.later(nbytes, partial(self._move_in_turn, work, over))
-            return over
-        if not work.ask(partial(self._asked, work, over)):
+        else:
             return None
-        self._follow(work, over)
         return over
 
-    def _move_in_turn(self, work: GetOperation, over: asyncio.Future[Any]) -> None:
+    def _move_in_turn(self, work: GetOperation, over: Settled) -> None:
         """Copy in the turn that has room; a task does what cannot be done at once."""
         try:
             if work.at_once():
-                _settle(over, work.end())
+                over.settle(work.end())
                 return
         except Exception as exc:  # noqa: BLE001 - the caller's await raises it
             work.drained.set()
-            over.set_exception(exc)
+            over.fail(exc)
             return
-        task = start_task(work.run())
-        task.add_done_callback(lambda _: _pass_on(task, over))
+        over.follow(start_task(work.run()))
 
-    def _asked(self, work: GetOperation, over: asyncio.Future[Any]) -> None:
+    def _answered(
+        self, over: Settled, get: AskedGet, rest: GetOperation | None
+    ) -> None:
         """End a get whose blocks came in an answer, or continue it in a task."""
-        if work.is_over:
+        if rest is None or rest.is_over:
             try:
-                _settle(over, work.end())
+                over.settle(get.end() if rest is None else rest.end())
             except Exception as exc:  # noqa: BLE001 - the caller's await raises it
-                work.drained.set()
-                over.set_exception(exc)
+                get.drained.set()
+                over.fail(exc)
         else:
-            task = start_task(work.run())
-            task.add_done_callback(lambda _: _pass_on(task, over))
-        coming = work.coming
-        assert coming is not None
-        if not coming.keeps:
+            over.follow(start_task(rest.run()))
+        if not get.keeps:
             return
         # The caller goes on first, in the turn after the next one. A close waits.
         loop = over.get_loop()
         kept = loop.create_future()
         self._calls.add(kept)
-        loop.call_soon(loop.call_soon, self._keep, coming, kept)
+        loop.call_soon(loop.call_soon, self._keep, get, kept)
 
-    def _keep(self, coming: AskedBlocks, kept: asyncio.Future[None]) -> None:
+    def _keep(self, get: AskedGet, kept: asyncio.Future[None]) -> None:
         """Copy a get's blocks into the memory tier, after its caller went on."""
         try:
-            coming.keep()
+            get.keep()
         finally:
             self._calls.remove(kept)
             kept.set_result(None)
@@ -549,7 +567,7 @@ class BlockStore(StoreManagement):
         finally:
             over.set_result(None)
 
-    def _follow(self, work: Operation, task: asyncio.Future[Any]) -> None:
+    def _follow(self, work: Operation | AskedGet, task: asyncio.Future[Any]) -> None:
         self._live[task] = work
         task.add_done_callback(self._live.pop)
         if self._logs:
@@ -751,20 +769,3 @@ def _compare_with_container(memory: TierAddress) -> None:
             limit,
             in_bytes(max(0, rest)),
         )
-
-
-def _pass_on(task: asyncio.Task[Any], over: asyncio.Future[Any]) -> None:
-    """Give a future the result of a task."""
-    if over.done():
-        return
-    if task.cancelled():
-        over.cancel()
-    elif (error := task.exception()) is not None:
-        over.set_exception(error)
-    else:
-        over.set_result(task.result())
-
-
-def _settle(over: asyncio.Future[Any], outcome: object) -> None:
-    if not over.done():
-        over.set_result(outcome)

@@ -1,169 +1,199 @@
-"""Blocks of a get that come in an answer of a lower tier, without a task.
+"""A small get whose blocks come in one answer of a lower tier, without a task.
 
-The get requests all of its blocks at once. As the answer arrives, its images are copied
-straight into the caller's blocks. Memory gets its copies after the caller has been
-woken, as far as there is room without waiting.
+It requests all of its blocks at once. In the callback in which the answer arrives, the
+images are copied straight into the caller's blocks, and the caller is woken. Memory
+gets its copies after that, as far as there is room without waiting. If the answer lacks
+blocks, a :class:`GetOperation` continues with these.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
-from typing import Final
+from time import monotonic
+from typing import ClassVar
 
 import numpy as np
 
-from kvwire.kv.blocks import Ids, any_of
+from kvwire.kv.blocks import BlockLists, any_of
+from kvwire.kv.outcome import Outcome, Timings, outcome_of_all
+from kvwire.kv.paged import PagedCache
+from kvwire.kv.plan import PlanTemplate
 from kvwire.memory.copy import copy
-from kvwire_store.images import images_in
-from kvwire_store.limits import STORE_KEYS_MAX
-from kvwire_store.namespace import UNKNOWN
+from kvwire_store.operations.get import GetOperation
 from kvwire_store.operations.group_request import BlockRequest
 from kvwire_store.tier_stack import TierStack
-from kvwire_store.tiers.base import LANDED, Batch, BlockResults, Tier, all_landed
+from kvwire_store.tiers.base import Tier, TierAnswer
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
-_ALL: Final = slice(None)
-_NOTHING: Final = memoryview(b"")
-_NO_IMAGES: Final = images_in(np.empty(0, np.uint8), 1, 0)
+Asked = tuple[PagedCache, BlockLists, PlanTemplate]
 
 
-Took = Callable[[BlockResults, Batch], None]
-"""Takes an answer: the results of all blocks, and the landed blocks."""
-
-
-class AskedBlocks:
-    """The blocks of one get, from its request until memory has its copies.
+class AskedGet:
+    """One get, from its request until memory has its copies.
 
     Args:
         tiers: The store's tiers.
         request: The blocks.
-        took: Called with the answer, to copy the images to their places.
-        asked: Called once, when the answer is there, or none can come.
+        asked: The caller's cache, its blocks, and the plan for them.
+        answered: Called once, when the answer is there, or none can come. It gets what
+            remains to be done; None if all blocks have landed.
 
     Attributes:
-        rest: The positions of blocks that the answer has not brought; None for none.
-        keeps: Whether memory gets copies; then call :meth:`keep`.
+        blocks: The number of blocks.
+        drained: Set when nothing touches the caller's blocks any more.
+        keeps: Whether memory gets copies; then call :meth:`keep` after the answer.
     """
+
+    verb: ClassVar[str] = "get"
 
     def __init__(
         self,
         tiers: TierStack,
         request: BlockRequest,
-        took: Took,
-        asked: Callable[[], None],
+        asked: Asked,
+        answered: Callable[[AskedGet, GetOperation | None], None],
     ) -> None:
+        self._created = monotonic()
         self._tiers = tiers
         self._request = request
-        self._took = took
         self._asked = asked
+        self._act = answered
+        self.blocks: int = request.keys.size
+        self.drained: asyncio.Event = asyncio.Event()
+        self.keeps: bool = tiers.memory.keeps
         named = request.namespace.tenant
         self._tenant = tiers.tenants.number(named) if named else 0
-        self.keeps: bool = tiers.memory.keeps
-        # What memory may keep: the landed blocks, and their images in a row.
-        self._came: Batch | None = None
-        self._line = _NOTHING
-        self.rest: Ids | None = None
+        # When the answer was there, and when the caller's blocks had its images.
+        self._first = self._last = 0.0
+        # When the blocks count as put, for tenants whose blocks expire.
+        self._born: float | None = None
+        self._answer: TierAnswer | None = None
+
+    @property
+    def age_s(self) -> float:
+        """The seconds since the call."""
+        return monotonic() - self._created
 
     def begin(self, tier: Tier) -> bool:
         """Request all blocks from a tier; return whether they were requested."""
         memory = self._tiers.memory
+        index = memory.index
         request = self._request
         keys = request.keys
         nbytes = request.namespace.image_bytes
         busy = memory.in_flight.ends
         if (
-            not 0 < keys.size <= STORE_KEYS_MAX
-            or keys.size * nbytes > tier.asks_bytes
-            or request.repeats
-            or memory.too_large(nbytes, self._tenant)
-            or any_of(memory.index.find(keys) >= 0)
+            request.repeats
+            or not index.fits(nbytes, self._tenant)
+            or any_of(index.find(keys) >= 0)
             or (busy and any_of(memory.in_flight.busy(keys)))
         ):
             return False
+        if index.shares.expire:
+            self._born = index.now()
         if self.keeps:
             # Until they are in memory, other calls wait for these blocks.
             memory.in_flight.begin(keys)
         try:
-            begun = self._begin(tier)
+            begun = tier.ask(request.namespace, keys, self._answered)
         except Exception:  # noqa: BLE001 - the long way raises it, where it lasts
             begun = False
         if not begun and self.keeps:
             memory.in_flight.end(keys)
         return begun
 
+    def end(self) -> Outcome:
+        """Count the end of a get whose blocks have all landed; return the outcome."""
+        self.drained.set()
+        ended = monotonic()
+        tiers = self._tiers
+        request = self._request
+        namespace = request.namespace
+        tiers.namespaces[namespace.digest] = namespace
+        for tier in tiers.below[1:]:  # the first one has counted this use
+            tier.touch(request.keys)
+        nbytes = self.blocks * namespace.image_bytes
+        for counters in tiers.counters_of(namespace):
+            counters.get_ended(nbytes, there=self.blocks, blocks=self.blocks)
+        timings = Timings(
+            queue_s=self._first - self._created,
+            wire_s=self._last - self._first,
+            commit_s=ended - self._last,
+        )
+        _, lists, template = self._asked
+        return outcome_of_all(template, lists, timings, 1, template.nbytes)
+
     def keep(self) -> None:
         """Copy what has arrived into memory, as far as there is room."""
-        memory = self._tiers.memory
-        came = self._came
+        answer = self._answer
         try:
-            if came is not None:
-                self._copy(came)
+            if answer is not None and answer.images:
+                self._copy(answer)
         finally:
-            self._came = None
-            self._line = _NOTHING
-            memory.in_flight.end(self._request.keys)
+            self._answer = None
+            self._tiers.memory.in_flight.end(self._request.keys)
 
-    def _copy(self, came: Batch) -> None:
+    def _copy(self, answer: TierAnswer) -> None:
         memory = self._tiers.memory
         nbytes = self._request.namespace.image_bytes
-        taken = memory.take_now(nbytes, came.keys.size, self._tenant)
+        keys = self._request.keys
+        here = answer.landed
+        if here is not None:
+            keys = keys[here]
+        taken = memory.take_now(nbytes, keys.size, self._tenant)
         # If there is not room for all, the head of the chain stays.
         count = taken.size
         if not count:
             return
         try:
-            copy(self._line[: count * nbytes], memory.images(taken, nbytes))
+            images = memory.images(taken, nbytes)
+            copy(answer.images[: count * nbytes], images)
         except BaseException:
             memory.give_back(taken)
             raise
-        assert came.kept is not None
-        memory.below[taken] = came.kept[:count]
-        born = None if came.born is None else came.born[:count]
-        keys = came.keys[:count]
-        memory.index.name(keys, taken, born, came.orders[:count])
+        keys = keys[:count]
+        orders = np.frombuffer(answer.orders, np.uint8)
+        kept = np.frombuffer(answer.kept, np.bool_) if answer.kept else None
+        if here is not None:
+            orders = orders[here]
+            kept = None if kept is None else kept[here]
+        memory.below[taken] = True if kept is None else kept[:count]
+        memory.index.name(keys, taken, self._born, orders[:count])
         memory.unpin(taken)
 
-    def _begin(self, tier: Tier) -> bool:
-        index = self._tiers.memory.index
-        keys = self._request.keys
-        born = np.full(keys.size, index.now()) if index.shares.expire else None
-        # np.full and np.ones are functions of Python.
-        orders = np.empty(keys.size, np.uint8)
-        orders.fill(UNKNOWN)
-        kept = np.empty(keys.size, np.bool_)
-        kept.fill(True)
-        batch = Batch(keys, orders, _NO_IMAGES, born=born, kept=kept)
+    def _answered(self, answer: TierAnswer | None) -> None:
+        work: GetOperation | None = None
+        try:
+            if answer is None or not self._arrived(answer):
+                work = self._rest(answer)
+        except Exception:
+            # Lack of memory, or a bug, ends no other call of this client.
+            logger.exception("the blocks of an answer are requested again")
+            work = self._rest(None)
+        else:
+            self._answer = answer
+        self._act(self, work)
 
-        def answered(results: BlockResults | None, line: memoryview) -> None:
-            try:
-                if results is None:
-                    self.rest = np.arange(keys.size)
-                else:
-                    self._arrived(batch, results, line)
-            except Exception:
-                # Lack of memory, or a bug, ends no other call of this client.
-                logger.exception("the blocks of an answer are requested again")
-                self.rest = np.arange(keys.size)
-            self._asked()
+    def _arrived(self, answer: TierAnswer) -> bool:
+        """Copy the images of all blocks; return False if they do not come alike."""
+        orders = answer.orders
+        if answer.landed is not None or orders.count(orders[0]) < self.blocks:
+            return False
+        self._first = monotonic()
+        positions = np.arange(self.blocks)
+        copy(answer.images, self._request.fragments(positions, orders[0]))
+        self._last = monotonic()
+        return True
 
-        return tier.ask(self._request.namespace, batch, answered)
-
-    def _arrived(self, batch: Batch, results: BlockResults, line: memoryview) -> None:
-        # Mostly all of them; a slice takes a fraction of a mask's time.
-        whole = all_landed(results)
-        here = _ALL if whole else results == LANDED
-        keys = batch.keys[here]
-        nbytes = self._request.namespace.image_bytes
-        images = images_in(np.frombuffer(line, np.uint8), nbytes, keys.size)
-        assert batch.kept is not None
-        born = None if batch.born is None else batch.born[here]
-        kept = batch.kept[here]
-        came = Batch(keys, batch.orders[here], images, born=born, kept=kept)
-        self._took(results, came)
-        if not whole:
-            self.rest = (results != LANDED).nonzero()[0]
-        if keys.size:
-            self._came = came
-            self._line = line
+    def _rest(self, answer: TierAnswer | None) -> GetOperation:
+        """Return the work that is left after an answer, or without one."""
+        work = GetOperation(self._tiers, (self._request,))
+        work.created = self._created
+        work.drained = self.drained
+        work.asked = self._asked
+        if answer is not None:
+            work.took(self._request, self._tiers.below[0], answer)
+        return work

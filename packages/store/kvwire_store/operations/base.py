@@ -47,6 +47,7 @@ class Operation(ABC):
         is_small: Whether ``nbytes`` is small enough to be copied in one turn of the
             loop.
         asked: For a caller with a cache: the cache, its blocks, and the plan for them.
+        created: When it was called, on the monotonic clock.
         drained: Set when nothing touches the caller's blocks any more. It stays unset
             if a device failed while it wrote to them.
     """
@@ -87,7 +88,7 @@ class Operation(ABC):
             self.nbytes += request.keys.size * request.namespace.image_bytes
         self._left = self.blocks
         self.is_small: bool = self.nbytes <= TURN_BYTES
-        self._created = monotonic()
+        self.created: float = monotonic()
         self._first = self._last = self._ended = 0.0
 
     async def run(self) -> Outcome | None:
@@ -159,7 +160,7 @@ class Operation(ABC):
         first = self._first or end
         last = self._last or end
         timings = Timings(
-            queue_s=first - self._created, wire_s=last - first, commit_s=end - last
+            queue_s=first - self.created, wire_s=last - first, commit_s=end - last
         )
         if len(self._reasons) == 1 or not self.reasons:
             return outcome_of_all(template, lists, timings, 1, template.nbytes)
@@ -183,7 +184,7 @@ class Operation(ABC):
     @property
     def age_s(self) -> float:
         """The seconds since the call."""
-        return monotonic() - self._created
+        return monotonic() - self.created
 
     @property
     def reasons(self) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import ClassVar, Final
 
@@ -15,9 +14,9 @@ from kvwire.kv.plan import PlanSide
 from kvwire.memory.copy import copy
 from kvwire_store.counters import StoreCounters
 from kvwire_store.host_blocks import HostBlocks
+from kvwire_store.images import images_in
 from kvwire_store.keys import Keys, as_keys, once
 from kvwire_store.namespace import ABSENT, DIGEST_BYTES, UNKNOWN, Namespace
-from kvwire_store.operations.asked import AskedBlocks
 from kvwire_store.operations.base import Operation
 from kvwire_store.operations.group_request import BlockRequest
 from kvwire_store.placement import BlockState
@@ -29,6 +28,7 @@ from kvwire_store.tiers.base import (
     BlockResult,
     BlockResults,
     Tier,
+    TierAnswer,
     all_landed,
 )
 
@@ -60,8 +60,6 @@ class GetOperation(Operation):
         super().__init__(tiers, requests, after)
         # Tiers that evicted a block while it was being read in place.
         self._changed: set[Tier] = set()
-        # The blocks that were requested without a task.
-        self.coming: AskedBlocks | None = None
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         counters.get_ended(nbytes, there=landed, blocks=self.blocks)
@@ -119,55 +117,25 @@ class GetOperation(Operation):
         find = self.tiers.memory.index.find
         return all(bool(all_of(find(one.keys) >= 0)) for one in self._requests)
 
-    def ask(self, asked: Callable[[], None]) -> bool:
-        """Request all blocks from the first lower tier, to get them in callbacks.
-
-        Args:
-            asked: Called once all that the tier delivers is in the caller's blocks.
-                Then ``run`` the rest, if any is left.
-
-        Returns:
-            Whether they were requested. If not, ``run`` the operation.
-        """
-        below = self.tiers.below
-        if len(self._requests) > 1 or self._after is not None or not below:
-            return False
-        request = self._requests[0]
-        tier = below[0]
-        if tier.mapped is not None:
-            return False
-
-        def over() -> None:
-            if coming.rest is not None:
-                self._rest[request] = coming.rest
-            asked()
-
-        took = partial(self._took, request, tier)
-        coming = self.coming = AskedBlocks(self.tiers, request, took, over)
-        return coming.begin(tier)
-
-    def _took(
-        self,
-        request: BlockRequest,
-        tier: Tier,
-        results: BlockResults,
-        came: Batch,
-    ) -> None:
-        """Copy the blocks of an answer into the caller's, and note the others."""
-        self._first = self._first or monotonic()
+    def took(self, request: BlockRequest, tier: Tier, answer: TierAnswer) -> None:
+        """Copy the blocks of a tier's answer into the caller's, and note the others."""
+        self._first = monotonic()
+        results = np.frombuffer(answer.results, np.uint8)
         positions = np.arange(results.size)
-        if came.keys.size < positions.size:
+        if answer.landed is not None:
             # No lookup found it, so it was not evicted: it just does not exist.
             noted = (results != LANDED) & (results != MISSING)
             self._note(request, positions[noted], results[noted], tier)
-            if request not in self._next:
-                self._next[request] = np.zeros(request.keys.size, np.int64)
-            self._next[request][positions[results != LANDED]] = 1
-            positions = positions[results == LANDED]
+            positions = answer.landed.nonzero()[0]
+            self._rest[request] = (~answer.landed).nonzero()[0]
+            self._next[request] = (~answer.landed).astype(np.int64)
         if positions.size:
-            for ends in self._ends(request, positions, came.images, came.orders):
-                copy(*ends)
+            line = np.frombuffer(answer.images, np.uint8)
             namespace = request.namespace
+            images = images_in(line, namespace.image_bytes, positions.size)
+            orders = np.frombuffer(answer.orders, np.uint8)[positions]
+            for ends in self._ends(request, positions, images, orders):
+                copy(*ends)
             self.tiers.namespaces[namespace.digest] = namespace
             self.elsewhere.add(request)
             self.settled(positions.size)

@@ -170,8 +170,27 @@ class Batch(NamedTuple):
         return self._replace(images=images), fit
 
 
-AskedAct: TypeAlias = Callable[[BlockResults | None, memoryview], None]
-"""Gets the results of :meth:`Tier.ask`, and the images of the landed blocks."""
+class TierAnswer(NamedTuple):
+    """The answer to :meth:`Tier.ask`.
+
+    Attributes:
+        results: Each block's result, a byte.
+        landed: The blocks that have landed; None for all.
+        orders: Each image's order, a byte.
+        images: The images of the landed blocks, one after the other. They do not
+            change.
+        kept: As in a :class:`Batch`, a byte for each block; empty if all are true.
+    """
+
+    results: bytes
+    landed: Bits | None
+    orders: bytes
+    images: memoryview
+    kept: bytes
+
+
+AskedAct: TypeAlias = Callable[[TierAnswer | None], None]
+"""Gets the answer to :meth:`Tier.ask`; None if there is none."""
 
 
 class TierStats(msgspec.Struct, kw_only=True):
@@ -354,14 +373,14 @@ class Tier(ABC):
         """Count blocks that were read from :attr:`mapped`."""
         self._counts.read_blocks += blocks
 
-    def ask(self, namespace: Namespace, batch: Batch, asked: AskedAct) -> bool:
+    def ask(self, namespace: Namespace, keys: Keys, act: AskedAct) -> bool:
         """Start a read of a few blocks that ends in a callback; by default, never.
 
         Args:
             namespace: Their namespace.
-            batch: The blocks; it has no images. The orders, and ``kept``, are set.
-            asked: Called once with the results and the images of the landed blocks, one
-                after the other; or with None.
+            keys: Their keys.
+            act: Called once with the answer. If all blocks have landed, this use of
+                them is not reported by ``touch``.
 
         Returns:
             Whether it was started. If not, :meth:`read` the blocks.

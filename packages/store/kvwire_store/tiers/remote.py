@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -63,13 +64,14 @@ from kvwire_store.tiers.base import (
     Batch,
     BlockResults,
     Tier,
+    TierAnswer,
     Touches,
     all_landed,
 )
 
 _READ_ONLY: Final = "this server is read-only"
 _LANDED: Final = bytes((LANDED,))
-_NOTHING: Final = memoryview(b"")
+_ALL: Final = slice(None)
 
 
 class RemoteTier(Tier):
@@ -85,7 +87,8 @@ class RemoteTier(Tier):
         super().__init__(name)
         self.error = ""
         self._communicator = communicator
-        self._timeout_s = timeout_s
+        # How long a request's blocks may take.
+        self._timeout_ms = max(1, int(timeout_s * 1000))
         self._client = StoreClient(communicator, where, timeout_s, self._changed)
         self._touches = Touches()
         self._within = timedelta(seconds=timeout_s)
@@ -353,11 +356,13 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Send a put and its images; return the results."""
-        asked = self._asked(active, namespace, batch)
+        asked = self._asked(active, namespace, batch.keys)
         order = int(batch.orders[0])
         if batch.images.nbytes <= STORE_INLINE_BYTES:
             put = Put(*asked, order, line_of(batch.images))
-            return self._checked(active, batch, await active.call(put, StoreDone))
+            return self._checked(
+                active, batch.keys.size, await active.call(put, StoreDone)
+            )
         put = Put(*asked, order)
         images = active.connection.send(
             payload_tag(put.number),
@@ -366,7 +371,7 @@ class RemoteTier(Tier):
         )
         try:
             done = await active.call(put, StoreDone)
-            return self._checked(active, batch, done)
+            return self._checked(active, batch.keys.size, done)
         finally:
             await drain_or_abort(images, active.connection)
 
@@ -374,11 +379,12 @@ class RemoteTier(Tier):
         self, active: ActiveConnection, namespace: Namespace, batch: Batch
     ) -> BlockResults:
         """Request blocks, and receive the images that the server has."""
-        get = Get(*self._asked(active, namespace, batch))
+        get = Get(*self._asked(active, namespace, batch.keys))
         nbytes = namespace.image_bytes
         if batch.images.nbytes <= STORE_INLINE_BYTES:
             done = await active.call(get, StoreDone)
-            results = self._came(active, nbytes, batch, done)
+            answer = self._came(active, nbytes, batch.keys.size, done)
+            results = self._told(batch, answer)
             if done.images:
                 _put_into(done.images, batch.images.selected(results == LANDED))
             return results
@@ -389,7 +395,8 @@ class RemoteTier(Tier):
         )
         try:
             done = await active.call(get, StoreDone)
-            results = self._coming(active, batch, done)
+            answer = self._coming(active, batch.keys.size, done)
+            results = self._told(batch, answer)
             room = batch.images.selected(results == LANDED)
             if room.nbytes:
                 came = await images
@@ -404,90 +411,102 @@ class RemoteTier(Tier):
             _put_into(line, room)
         return results
 
-    def ask(self, namespace: Namespace, batch: Batch, asked: AskedAct) -> bool:
+    def ask(self, namespace: Namespace, keys: Keys, act: AskedAct) -> bool:
         active = self._client.active
         if active is None:
             return False
         if self._touches.used:
             start_task(self._tell_or_lose(active))
-        nbytes = namespace.image_bytes
-        get = Get(*self._asked(active, namespace, batch))
-
-        def answered(found: NumberedReply | KVWireError) -> None:
-            try:
-                if isinstance(found, KVWireError):
-                    raise found
-                done = active.checked(found, StoreDone)
-                results = self._came(active, nbytes, batch, done)
-            except Exception as exc:  # noqa: BLE001 - a read reports it, where it lasts
-                self.error = error_text(exc)
-                asked(None, _NOTHING)
-                return
-            self._counts.count(results, written=False)
-            landed = (
-                batch.keys if all_landed(results) else batch.keys[results == LANDED]
-            )
-            self._touches.moved(landed)
-            asked(results, done.images)
-
+        get = Get(*self._asked(active, namespace, keys))
+        answered = partial(self._answered, active, namespace.image_bytes, keys, act)
         return active.post(get, answered)
 
+    def _answered(
+        self,
+        active: ActiveConnection,
+        nbytes: int,
+        keys: Keys,
+        act: AskedAct,
+        found: NumberedReply | KVWireError,
+    ) -> None:
+        """Pass on the answer to a request that no task waits for."""
+        try:
+            if isinstance(found, KVWireError):
+                raise found
+            done = active.checked(found, StoreDone)
+            answer = self._came(active, nbytes, keys.size, done)
+        except Exception as exc:  # noqa: BLE001 - a read reports it, where it lasts
+            self.error = error_text(exc)
+            act(None)
+            return
+        if answer.landed is None:
+            self._counts.read_blocks += keys.size
+        else:
+            results = np.frombuffer(answer.results, np.uint8)
+            self._counts.count(results, written=False)
+            self._touches.moved(keys[answer.landed])
+        act(answer)
+
     def _came(
-        self, active: ActiveConnection, nbytes: int, batch: Batch, done: StoreDone
-    ) -> BlockResults:
-        """Return the results of a get whose images are in its answer."""
-        results = self._coming(active, batch, done)
-        landed = results.tobytes().count(_LANDED)
+        self, active: ActiveConnection, nbytes: int, count: int, done: StoreDone
+    ) -> TierAnswer:
+        """Check a get's answer, with the images in it."""
+        answer = self._coming(active, count, done)
+        landed = answer.results.count(_LANDED)
         if len(done.images) != landed * nbytes:
             raise _lie(active, f"{len(done.images)} bytes of {landed} blocks")
-        return results
+        return answer
 
     def _coming(
-        self, active: ActiveConnection, batch: Batch, done: StoreDone
-    ) -> BlockResults:
-        """Return a get's results, and note the orders of the images."""
-        count = batch.keys.size
+        self, active: ActiveConnection, count: int, done: StoreDone
+    ) -> TierAnswer:
+        """Check a get's answer, without its images."""
         orders = done.orders
-        if done.kept:
-            if len(done.kept) != count:
-                raise _lie(active, f"{len(done.kept)} marks of {count} blocks")
-            if batch.kept is not None:
-                batch.kept[:] = np.frombuffer(done.kept, np.bool_)
+        kept = done.kept
+        if kept and len(kept) != count:
+            raise _lie(active, f"{len(kept)} marks of {count} blocks")
+        landed: Bits | None = None
+        # If all have landed, as mostly, what follows would find the same, and an array
+        # for each step of it takes several times as long.
         if (
-            done.results == bytes(count)
-            and len(orders) == count
-            and max(orders) < UNKNOWN
+            done.results != bytes(count)
+            or len(orders) != count
+            or max(orders) >= UNKNOWN
         ):
-            # All have landed, as mostly: what follows would find the same, and an array
-            # for each step of it takes several times as long.
-            if self.error:
-                self._well(active)
-            batch.orders[:] = np.frombuffer(orders, np.uint8)
-            return np.zeros(count, np.uint8)
-        results = self._checked(active, batch, done)
-        coming = (results == LANDED).nonzero()[0]
-        table = np.frombuffer(orders, np.uint8)
-        if coming.size and (table.size != count or any_of(table[coming] >= UNKNOWN)):
-            raise _lie(active, f"{table.size} orders of {count} blocks")
-        if coming.size:
-            batch.orders[coming] = table[coming]
-        return results
+            landed = self._checked(active, count, done) == LANDED
+            table = np.frombuffer(orders, np.uint8)
+            if any_of(landed) and (
+                table.size != count or any_of(table[landed] >= UNKNOWN)
+            ):
+                raise _lie(active, f"{table.size} orders of {count} blocks")
+        elif self.error:
+            self._well(active)
+        return TierAnswer(done.results, landed, orders, done.images, kept)
+
+    @staticmethod
+    def _told(batch: Batch, answer: TierAnswer) -> BlockResults:
+        """Note the orders of a batch's images, and what is kept; return the results."""
+        here = _ALL if answer.landed is None else answer.landed
+        if answer.landed is None or any_of(answer.landed):
+            batch.orders[here] = np.frombuffer(answer.orders, np.uint8)[here]
+        if answer.kept and batch.kept is not None:
+            batch.kept[:] = np.frombuffer(answer.kept, np.bool_)
+        return np.frombuffer(answer.results, np.uint8)
 
     def _asked(
-        self, active: ActiveConnection, namespace: Namespace, batch: Batch
+        self, active: ActiveConnection, namespace: Namespace, keys: Keys
     ) -> _Asked:
-        """Return the first fields of a put or get of a batch."""
+        """Return the first fields of a put or get of some blocks."""
         text = text_of(namespace)
-        names = Names.of(batch.keys)
-        return next(active.numbers), text, names, max(1, int(self._timeout_s * 1000))
+        return next(active.numbers), text, Names.of(keys), self._timeout_ms
 
     def _checked(
-        self, active: ActiveConnection, batch: Batch, done: StoreDone
+        self, active: ActiveConnection, count: int, done: StoreDone
     ) -> BlockResults:
         """Return the result of each block, from a valid answer."""
         results = done.table.copy()
-        if results.size != batch.keys.size:
-            raise _lie(active, f"{results.size} results of {batch.keys.size} blocks")
+        if results.size != count:
+            raise _lie(active, f"{results.size} results of {count} blocks")
         if done.reason and any_of((results == FAILED) | (results == REFUSED)):
             self.error = done.reason
         elif self.error:

@@ -15,6 +15,7 @@ import pytest
 
 import kvwire
 from kvwire import KVSpec, UsageError
+from kvwire.memory.copy import copy
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store.keys import Keys, as_keys
 from kvwire_store.limits import STORE_KEYS_MAX, STORE_UNASKED_BYTES
@@ -303,8 +304,9 @@ async def test_a_small_get_of_blocks_that_are_there_in_part(by_tcp: None) -> Non
         assert store.counters.missed_blocks == 2
 
 
+@pytest.mark.parametrize(("count", "module"), [(3, "asked"), (4, "get")])
 async def test_an_answer_that_finds_no_memory_is_asked_for_again(
-    by_tcp: None, monkeypatch: pytest.MonkeyPatch
+    by_tcp: None, monkeypatch: pytest.MonkeyPatch, count: int, module: str
 ) -> None:
     """The get ends, and so does the close, which waits for it."""
     source, target = Filled(8, LARGE, seed=1), Filled(8, LARGE)
@@ -315,9 +317,9 @@ async def test_an_answer_that_finds_no_memory_is_asked_for_again(
 
     async with asking("memory:16MiB") as (served, store):
         assert (await served.put(chain(3), source.cache, range(3))).complete
-        monkeypatch.setattr("kvwire_store.operations.get.copy", fail)
+        monkeypatch.setattr(f"kvwire_store.operations.{module}.copy", fail)
         async with asyncio.timeout(60):
-            outcome = await store.get(chain(4), target.cache, range(4))
+            outcome = await store.get(chain(count), target.cache, range(count))
         assert outcome.landed.ids().tolist() == [0, 1, 2]
         assert same(target, [0, 1, 2], source, [0, 1, 2])
         assert tier_of(store, RemoteTier).connected
@@ -370,10 +372,14 @@ async def test_blocks_that_memory_cannot_copy_leave_no_slot_taken(
 ) -> None:
     """The caller has them already."""
     source, target = Filled(8, seed=1), Filled(8)
+    copied: list[object] = []
     failed: list[object] = []
 
-    def fail(*_: object) -> None:
-        raise MemoryError
+    def fail(*ends: Any) -> None:
+        if copied:
+            raise MemoryError
+        copied.append(ends)
+        copy(*ends)
 
     async with asking("memory:16MiB") as (served, store):
         asyncio.get_running_loop().set_exception_handler(
