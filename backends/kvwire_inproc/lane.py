@@ -110,9 +110,6 @@ class InprocLane(Lane, LinkHandler):
         self.flush()
         self._end_if_done()
 
-    def abort(self) -> None:
-        self._end(None)
-
     @property
     def queued_bytes(self) -> int:
         return self._link.queued_bytes if self._link is not None else 0
@@ -126,7 +123,9 @@ class InprocLane(Lane, LinkHandler):
     def header_received(self, link: Link, header: memoryview) -> Landing:
         descriptor, landing = self._awaited[0]
         if header[:_NUMBER_BYTES] != descriptor:
-            self._end(ConnectionLost("the peer sent another payload than it announced"))
+            self.abort(
+                ConnectionLost("the peer sent another payload than it announced")
+            )
         elif len(self._awaited) == 1:
             link.pause()
         self._is_coming = True
@@ -149,15 +148,15 @@ class InprocLane(Lane, LinkHandler):
 
     def link_closed(self, link: Link, error: Exception | None) -> None:
         if not self._ended:
-            self._end(error or ConnectionLost("the other endpoint has ended"))
+            self.abort(error or ConnectionLost("the other endpoint has ended"))
         self.loop.call_soon(self._handler.lane_closed, self, self._error)
 
     def _end_if_done(self) -> None:
         """End a closed lane once all its sends and receives are done."""
         if self._closing and not self._awaited and self._given_back == self._sent:
-            self._end(None)
+            self.abort()
 
-    def _end(self, error: Exception | None) -> None:
+    def abort(self, error: Exception | None = None) -> None:
         if self._ended:
             return
         self._ended = True

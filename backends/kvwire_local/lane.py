@@ -162,7 +162,7 @@ class LocalLane(Lane):
             self._come_up(task.result())
             self._run(self._go_on)
         elif isinstance(error, Exception):
-            self._end(error)
+            self.abort(error)
 
     def _come_up(self, result: RendezvousResult) -> None:
         """Start moving payloads after the rendezvous."""
@@ -189,7 +189,7 @@ class LocalLane(Lane):
             return self._outgoing.send(payload, token)
         except OSError as exc:
             lost = ConnectionLost(f"local: no memory or descriptor to send from: {exc}")
-            self._loop.call_soon(self._end, lost)
+            self._loop.call_soon(self.abort, lost)
             return b""
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
@@ -203,9 +203,6 @@ class LocalLane(Lane):
     def close(self) -> None:
         self._closing = True
         self._loop.call_soon(self._run, self._go_on)
-
-    def abort(self) -> None:
-        self._end(None)
 
     @property
     def queued_bytes(self) -> int:
@@ -249,7 +246,7 @@ class LocalLane(Lane):
             if not self._ended:
                 self._go_on()
         except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane
-            self._end(exc)
+            self.abort(exc)
         finally:
             self._moving = False
 
@@ -276,7 +273,7 @@ class LocalLane(Lane):
         if self._peer_is_there(all_of_it=False):
             return
         if self._closing and not (self._outgoing or self._incoming):
-            self._end(None)  # both sides were closing
+            self.abort()  # both sides were closing
         else:
             raise _gone()
 
@@ -335,14 +332,14 @@ class LocalLane(Lane):
                 self._loop.add_writer(wire.fileno(), self._run, self._send_rest)
         idle = not (self._outgoing or self._incoming)
         if self._closing and idle and not (wire is not None and wire.has_unsent):
-            self._end(None)
+            self.abort()
 
     def _send_rest(self) -> None:
         assert self._wire is not None
         self._loop.remove_writer(self._wire.fileno())
         self._wire.send_rest()
 
-    def _end(self, error: Exception | None) -> None:
+    def abort(self, error: Exception | None = None) -> None:
         if self._ended:
             return
         self._ended = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvwire.backend import (
     Availability,
@@ -62,10 +62,6 @@ class NcclBackend(Backend):
         return NcclLane(context, Nccl(context.settings))
 
 
-def _has_gpu() -> bool:
-    return Path("/proc/driver/nvidia/version").exists()
-
-
 def _has_nccl4py() -> bool:
     return importlib.util.find_spec("nccl") is not None
 
@@ -74,7 +70,8 @@ def _remedy() -> str:
     return f"{install_command('nccl')}, and torch or CuPy, on a machine with a GPU"
 
 
+_DRIVER: Final = Path("/proc/driver/nvidia/version")
 _NEEDS = (
-    (_has_gpu, "this machine has no NVIDIA GPU, and nccl moves GPU memory only"),
+    (_DRIVER.exists, "this machine has no NVIDIA GPU, and nccl moves GPU memory only"),
     (_has_nccl4py, "nccl4py is not installed"),
 )

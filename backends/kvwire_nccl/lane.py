@@ -175,7 +175,7 @@ class NcclLane(Lane):
             return b""
         reason = refusal(payload, self.memory_kinds)
         if reason:
-            self._end(BackendUnavailable(f"{self._library.version}: {reason}"))
+            self.abort(BackendUnavailable(f"{self._library.version}: {reason}"))
             return b""
         self._sending.append(  # bounded: LANE_PAYLOADS_MAX
             PayloadMove(payload, payload.nbytes, token)
@@ -194,7 +194,7 @@ class NcclLane(Lane):
             return
         reason = refusal(landing.payload, self.memory_kinds)
         if reason:
-            self._end(BackendUnavailable(f"{self._library.version}: {reason}"))
+            self.abort(BackendUnavailable(f"{self._library.version}: {reason}"))
             return
         self._receiving.append(  # bounded: LANE_PAYLOADS_MAX
             PayloadMove(landing.payload, landing.length, landing)
@@ -217,14 +217,11 @@ class NcclLane(Lane):
         self.flush()
         self._closing = True
         if self._outbound is None or self._inbound is None:
-            self._end(None)
+            self.abort()
             return
         # The peer may still announce payloads to us, which end when this endpoint ends.
         self._outbound.close()
         self._inbound.close()
-
-    def abort(self) -> None:
-        self._end(None)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -267,9 +264,9 @@ class NcclLane(Lane):
             call(self, *what)
         except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane
             _log.error("a lane's handler raised; the lane is aborted", exc_info=exc)
-            self._end(exc)
+            self.abort(exc)
 
-    def _end(self, error: Exception | None) -> None:
+    def abort(self, error: Exception | None = None) -> None:
         """End both directions; `lane_closed` follows when both are quiet."""
         if self._ended:
             return
@@ -286,7 +283,7 @@ class NcclLane(Lane):
         """End the other direction when one is quiet, and report the end after both."""
         self._gone += 1
         if error is not None and not self._ended:
-            self._end(error)
+            self.abort(error)
         if self._gone < 2:
             return
         self._ended = True

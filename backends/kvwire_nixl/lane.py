@@ -110,7 +110,7 @@ class NixlLane(Lane):
         self._reads: list[NixlRead] = []
         self._received_bytes = 0
         self._closing = False
-        self._ending = False
+        self.aborting = False
         self._error: Exception | None = None
         self._started = False
 
@@ -124,7 +124,7 @@ class NixlLane(Lane):
 
     def _start(self) -> None:
         """Start creating the agent; both halves do this at the same time."""
-        if not (self._started or self._ending):
+        if not (self._started or self.aborting):
             self._driver.start()
             self._started = True
 
@@ -138,7 +138,7 @@ class NixlLane(Lane):
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
         try:
-            if self._ending:
+            if self.aborting:
                 raise BackendUnavailable("the lane was aborted")
             peer = NixlBootstrap.decode(bootstrap)
             peer.require_same(self._own)
@@ -147,7 +147,7 @@ class NixlLane(Lane):
             self._start()
             self._driver.meet(peer)
             await asyncio.shield(self._came_up)
-            if self._ending:  # ended since the agent connected
+            if self.aborting:  # ended since the agent connected
                 raise BackendUnavailable("the lane was aborted")
             self._be_up()
         except BaseException:
@@ -186,14 +186,14 @@ class NixlLane(Lane):
         return self._received_bytes
 
     def send(self, payload: Payload, token: object) -> bytes:
-        if self._ending or self._closing:
+        if self.aborting or self._closing:
             return b""
         try:
             descriptor = self._offer_in_place(payload, token)
             if not descriptor:
                 descriptor = self._offer_copy(payload, token)
         except (KVWireError, OSError) as exc:
-            self._loop.call_soon(self._end, exc)
+            self._loop.call_soon(self.abort, exc)
             return b""
         self._offered += 1
         return descriptor
@@ -237,7 +237,7 @@ class NixlLane(Lane):
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
         place = self._proofs.read_place(descriptor, landing.length)
-        if self._ending:
+        if self.aborting:
             return
         payload = landing.payload
         is_direct = payload is not None and bool(self._ranges.covering(payload))
@@ -246,7 +246,7 @@ class NixlLane(Lane):
         )
 
     def flush(self) -> None:
-        if self._ending:
+        if self.aborting:
             return
         if self._copied:
             self._loop.call_soon(self._give_back_copied)
@@ -256,7 +256,7 @@ class NixlLane(Lane):
 
     def _received(self, landings: list[Landing]) -> None:
         for landing in landings:
-            if self._ending or self._handler is None:
+            if self.aborting or self._handler is None:
                 return
             self._received_bytes += landing.length
             self._report(self._handler.payload_received, landing)
@@ -280,7 +280,7 @@ class NixlLane(Lane):
     def _give_back(self, offer: _Offer) -> None:
         token = offer.token
         offer.token = None
-        if token is not None and not self._ending and self._handler is not None:
+        if token is not None and not self.aborting and self._handler is not None:
             self._report(self._handler.payload_sent, token)
 
     # --- ending -----------------------------------------------------------------------
@@ -293,29 +293,26 @@ class NixlLane(Lane):
         self._closing = True
         self._driver.close()
 
-    def abort(self) -> None:
-        self._end(None)
-
     def _report(self, call: Callable[..., None], what: object) -> None:
         try:
             call(self, what)
         except Exception as exc:  # noqa: BLE001 - a handler that raises loses its lane
             _log.error("a lane's handler raised; the lane is aborted", exc_info=exc)
-            self._end(exc)
+            self.abort(exc)
 
-    def _end(self, error: Exception | None) -> None:
+    def abort(self, error: Exception | None = None) -> None:
         """End the lane now; `lane_closed` follows when the driver has ended."""
-        if self._ending:
+        if self.aborting:
             return
-        self._ending = True
+        self.aborting = True
         self._error = error
         self._driver.end(error)
         if not self._started:
             self._loop.call_soon(self._gone, error)
 
     def _gone(self, error: Exception | None) -> None:
-        if not self._ending:
-            self._ending = True
+        if not self.aborting:
+            self.aborting = True
             self._error = error
         self._offers.clear()
         self._copied.clear()

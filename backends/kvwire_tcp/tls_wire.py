@@ -43,8 +43,8 @@ from kvwire.backend import TlsCredentials
 from kvwire.errors import AuthenticationFailed
 from kvwire.limits import KIB
 from kvwire.memory.iovec import Iovecs
-from kvwire.security.tls_errors import explained
 from kvwire.types import PeerIdentity, Role
+from kvwire_tcp.tls_errors import explained
 from kvwire_tcp.wire import Bytes
 
 # The bytes encrypted or decrypted in one call: 8 TLS records, some 50 us of processor

@@ -263,10 +263,11 @@ class UcxLane(Lane):
         try:
             self._reach()
         except BackendUnavailable as exc:
-            self._end(exc)
+            self.abort(exc)
             return
         if not hmac.compare_digest(data, self._greeting(role.other)):
-            self._end(ConnectionLost("ucx: the peer's hello does not prove the secret"))
+            text = "ucx: the peer's hello does not prove the secret"
+            self.abort(ConnectionLost(text))
             return
         self._worker.unpace()
         if role is Role.SERVER:
@@ -310,7 +311,7 @@ class UcxLane(Lane):
         try:
             endpoint = self._reach().handle
         except BackendUnavailable as exc:
-            self._loop.call_soon(self._end, exc)
+            self._loop.call_soon(self.abort, exc)
             return b""
         lengths = piece_lengths(payload)
         described = descriptor(self._next_sent, lengths)
@@ -359,9 +360,9 @@ class UcxLane(Lane):
                 self._piece_received(parts, nbytes)
             elif status in (OK, ERR_MESSAGE_TRUNCATED):
                 text = f"message {message} has {nbytes} bytes and not {expected}"
-                self._end(MalformedFrame(RULE, f"ucx: {text}"))
+                self.abort(MalformedFrame(RULE, f"ucx: {text}"))
             else:
-                self._end(self._broken(status))
+                self.abort(self._broken(status))
 
         request = self._worker.receive(memory, self._own.tag(message), done)
         self._receives.add(request)  # bounded: LANE_PAYLOADS_MAX
@@ -370,7 +371,7 @@ class UcxLane(Lane):
         self._sends -= 1
         parts.left -= 1
         if status != OK:
-            self._end(self._broken(status))
+            self.abort(self._broken(status))
         elif parts.left == 0 and self._is_live:
             self._payloads -= 1
             self._call(lambda: self._handler.payload_sent(self, parts.what))
@@ -432,22 +433,19 @@ class UcxLane(Lane):
         elif not self._is_live:
             self.abort()
 
-    def abort(self) -> None:
-        self._end(None)
-
     @property
     def _is_live(self) -> bool:
         return self._state in (_State.UP, _State.DRAINING)
 
     def _check_drained(self) -> None:
         if self._state is _State.DRAINING and self._payloads == 0:
-            self._end(None)
+            self.abort()
 
     def _endpoint_failed(self, status: int) -> None:
-        self._end(self._broken(status))
+        self.abort(self._broken(status))
         self._hang_up()
 
-    def _end(self, error: Exception | None) -> None:
+    def abort(self, error: Exception | None = None) -> None:
         """End the lane now, from any state: the first of three steps."""
         if self._state in (_State.ENDING, _State.ENDED):
             return
@@ -510,7 +508,7 @@ class UcxLane(Lane):
         if self._state is _State.ENDING:
             self._hang_up()
         else:
-            self._end(ConnectionLost("ucx: the peer ended the lane"))
+            self.abort(ConnectionLost("ucx: the peer ended the lane"))
 
     def _hang_up(self) -> None:
         """Close the endpoint, after the peer has received our bye: the second step."""
@@ -554,7 +552,7 @@ class UcxLane(Lane):
             callback()
         except Exception as exc:  # noqa: BLE001 - a handler's bug ends its lane only
             _log.error("a lane's handler raised; the lane is aborted", exc_info=exc)
-            self._end(exc)
+            self.abort(exc)
 
     def _broken(self, status: int) -> ConnectionLost:
         text = self._worker.context.library.status_text(status)

@@ -224,7 +224,7 @@ class ConnectionDriver(LinkHandler):
     @property
     def silent_s(self) -> float:
         """Return the seconds since the peer last sent anything."""
-        return max(0.0, self.core.silence_s(self._loop.time()))
+        return max(0.0, self.core.liveness.silence_s(self._loop.time()))
 
     def start_transfer(
         self,
@@ -698,11 +698,11 @@ class ConnectionDriver(LinkHandler):
         now = self._loop.time()
         if self.staging.paused:
             # This side does not read, so the silence is not the peer's.
-            core.note_received(now)
+            core.liveness.note_received(now)
         elif self.link.received_bytes != self._seen_bytes:
             # Part of a frame arrived at some time since: assume the earliest, or a peer
             # that dies in the middle of a frame would be detected an interval too late.
-            core.note_received(self._seen_at)
+            core.liveness.note_received(self._seen_at)
             self._seen_bytes = self.link.received_bytes
             self._seen_at = now
         self._copies.trim()

@@ -11,11 +11,11 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
+from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.endpoint.connection import Connection
 from kvwire.kv.outcome import Outcome
 from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.outgoing import Outgoing
-from kvwire.transfers.ports import ConnectionPort
 
 logger: logging.Logger = logging.getLogger("kvwire.connections")
 
@@ -88,7 +88,7 @@ class Observers:
         self,
         transfer: Incoming | Outgoing,
         outcome: Outcome,
-        connections: Iterable[ConnectionPort],
+        connections: Iterable[ConnectionDriver],
     ) -> None:
         """Report the outcome of a transfer to every observer."""
         ran_on: tuple[Connection, ...] = tuple(c.front for c in connections)

@@ -67,7 +67,7 @@ class Reconnector:
 
     def lost(self, connection: Connection, error: ConnectionClosed) -> None:
         """Recover from a connection that ended without having been closed."""
-        received = connection._core.peer_receives(self._loop.time())
+        received = connection._core.liveness.peer_receives(self._loop.time())
         self._run(self._recover(connection, gone=received and _was_reset(error)))
 
     def taken_over(self, connection: Connection, resumes: bytes) -> None:

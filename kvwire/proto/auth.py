@@ -60,8 +60,3 @@ class Keys:
 def transcript_hash(*messages: bytes) -> bytes:
     """Return the digest of handshake messages, which have fixed lengths."""
     return hashlib.sha256(b"".join(messages)).digest()
-
-
-def same(proof: bytes, expected: bytes) -> bool:
-    """Compare two proofs in constant time."""
-    return hmac.compare_digest(proof, expected)

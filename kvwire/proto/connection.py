@@ -112,6 +112,7 @@ class ConnectionCore:
         eager_header: Sends a small message at once, if there is credit; see Messages.
         next_chunk: Returns the next piece of payload to send, if any; see ChunkMover.
         lanes: Data paths beside the control link.
+        liveness: Whether the peer is alive, by what was received.
         windows: The reads of blocks that either side has exposed.
         phase: The connection's state.
         error: The reason for its end; None until then.
@@ -176,7 +177,7 @@ class ConnectionCore:
         self.windows: WindowReads = WindowReads(
             self.outbox, self._requests, self.chunks
         )
-        self._liveness = Liveness(
+        self.liveness: Liveness = Liveness(
             interval_s=ping_interval_s, misses=ping_misses, now=now
         )
         self._keepalive = Keepalive(
@@ -190,7 +191,7 @@ class ConnectionCore:
         self._dispatch = Dispatch(
             self.outbox,
             self._requests,
-            (*parts, self.windows, self._liveness),
+            (*parts, self.windows, self.liveness),
             check_may_start=self._check_may_start,
             peer_closed=self._peer_closed,
         )
@@ -204,14 +205,6 @@ class ConnectionCore:
     def open_requests(self) -> int:
         """Return the number of both sides' open requests."""
         return len(self._requests)
-
-    def silence_s(self, now: float) -> float:
-        """Return the seconds since anything was received from the peer."""
-        return self._liveness.silence_s(now)
-
-    def peer_receives(self, now: float) -> bool:
-        """Return whether the peer's answers show that it receives our frames."""
-        return self._liveness.peer_receives(now)
 
     # --- the link ---------------------------------------------------------------------
 
@@ -257,7 +250,7 @@ class ConnectionCore:
         Raises:
             ProtocolError: The frame breaks a rule.
         """
-        self._liveness.received_at = now
+        self.liveness.received_at = now
         header = arrival.header
         if arrival.place is _NOWHERE:
             return
@@ -290,13 +283,9 @@ class ConnectionCore:
         self, arrival: ChunkArrival, now: float, *, intact: bool
     ) -> None:
         """Act on a payload that a lane has received."""
-        self._liveness.note_received(now)
+        self.liveness.note_received(now)
         self.lanes.payload_landed(arrival, intact=intact)
         self._settle(now)
-
-    def note_received(self, now: float) -> None:
-        """Record bytes of an incomplete frame, which show that the peer is alive."""
-        self._liveness.note_received(now)
 
     def chunk_sent(self, chunk: Chunk) -> bool:
         """Drop a chunk's hold, because the link or lane has finished with it.
@@ -357,7 +346,7 @@ class ConnectionCore:
     @property
     def next_tick(self) -> float:
         """Return the latest time to call ``tick``."""
-        due = min(self._liveness.due, self._keepalive.due)
+        due = min(self.liveness.due, self._keepalive.due)
         for other in (self._requests.next_deadline, self._close_by, self.speak_by):
             if other is not None and other < due:
                 due = other
@@ -375,9 +364,9 @@ class ConnectionCore:
         if self.speak_by is not None and now >= self.speak_by:
             self.speak_by = None
             self.transfers.speak()
-        verdict = self._liveness.look(now)
+        verdict = self.liveness.look(now)
         if verdict is LivenessVerdict.DEAD:
-            silence_s = self._liveness.silence_s(now)
+            silence_s = self.liveness.silence_s(now)
             if self.phase in _MAY_CLOSE:
                 self.transfers.send_last_fins()
                 self.outbox.send(FrameType.CLOSE, Close(code=WireCode.UNRESPONSIVE))
@@ -387,7 +376,7 @@ class ConnectionCore:
         frames_sent = self.outbox.framing.sent
         asks = verdict is LivenessVerdict.PING and self._keepalive.is_idle(frames_sent)
         if self._keepalive.is_due(now, frames_sent) or asks:
-            self.outbox.send(FrameType.PING, Ping(number=self._liveness.ping(now)))
+            self.outbox.send(FrameType.PING, Ping(number=self.liveness.ping(now)))
         self._settle()
 
     # --- the application --------------------------------------------------------------

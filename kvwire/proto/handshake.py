@@ -23,6 +23,7 @@ The front chooses the transport: it reads :attr:`ServerHandshake.offer` and call
 from __future__ import annotations
 
 import enum
+import hmac
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -40,7 +41,7 @@ from kvwire.errors import (
     shown,
 )
 from kvwire.limits import KEY_ID_BYTES
-from kvwire.proto.auth import Keys, same, transcript_hash
+from kvwire.proto.auth import Keys, transcript_hash
 from kvwire.proto.framing import Framing
 from kvwire.types import PeerInfo, Role, TrustMode
 from kvwire.wire.control import (
@@ -370,7 +371,7 @@ class ClientHandshake(Handshake):
         keys = Keys.derive(self._secret, self._nonce, accept.nonce)
         digest = accepted_digest(self._hello, accept)
         differs = accept.trust is not identity.trust or self._unbound
-        if differs or not same(accept.mac, keys.server_proof(digest)):
+        if differs or not hmac.compare_digest(accept.mac, keys.server_proof(digest)):
             self.refuse(WireCode.AUTHENTICATION)
             raise _trust_error(identity.trust, accept.trust)
         if accept.incarnation == identity.incarnation:
@@ -482,7 +483,7 @@ class ServerHandshake(Handshake):
         keys = self._keys
         assert keys is not None
         expected = keys.client_proof(self._digest + self._proof)
-        if not same(Confirm.decode(body).mac, expected):
+        if not hmac.compare_digest(Confirm.decode(body).mac, expected):
             self.refuse(WireCode.AUTHENTICATION)
             raise _trust_error(self.identity.trust, self.identity.trust)
         self._next()

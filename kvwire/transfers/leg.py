@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.errors import (
     ConnectionLost,
     KVWireError,
@@ -36,7 +37,6 @@ from kvwire.proto.events import (
 )
 from kvwire.proto.records import RequestRecord
 from kvwire.transfers.offer import TransferOffer
-from kvwire.transfers.ports import ConnectionPort
 from kvwire.transfers.state import (
     LEG_TRANSITIONS,
     ON_LINK,
@@ -133,13 +133,13 @@ class Leg:
     def __init__(
         self,
         transfer: Transfer,
-        link: ConnectionPort,
+        link: ConnectionDriver,
         phases: PhaseTimer,
         *,
         asks: bool,
     ) -> None:
         self.transfer: Transfer = transfer
-        self.link: ConnectionPort = link
+        self.link: ConnectionDriver = link
         self.origin: bytes = link.peer.origin
         self.peer_id: bytes = b""
         self.asks: bool = asks
@@ -160,7 +160,7 @@ class Leg:
 
     # --- a link -----------------------------------------------------------------------
 
-    def ask(self, link: ConnectionPort) -> None:
+    def ask(self, link: ConnectionDriver) -> None:
         """Ask the peer of a link to start or resume the transfer.
 
         Raises:
@@ -184,7 +184,7 @@ class Leg:
             raise
 
     def answer(
-        self, link: ConnectionPort, core: RequestRecord, offer: TransferOffer
+        self, link: ConnectionDriver, core: RequestRecord, offer: TransferOffer
     ) -> None:
         """Answer a peer that asks on this link to start or resume the transfer."""
         self._carry(link)
@@ -237,7 +237,7 @@ class Leg:
             return self.plan.memory
         return self.plan.fragments  # lanes identify memory by its owner
 
-    def _carry(self, link: ConnectionPort) -> None:
+    def _carry(self, link: ConnectionDriver) -> None:
         if self.links:
             self.step(LegInput.RESUME)
             # The segments of the previous link do not belong to this link's request.

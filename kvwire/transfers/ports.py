@@ -1,71 +1,16 @@
-"""The interfaces of a connection and a communicator that a KV transfer uses.
-
-Transfers depend only on these; the rooms above implement them.
-"""
+"""The services of a communicator that a KV transfer uses, and who is told of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from kvwire.backend import Payload
 from kvwire.config import Config
-from kvwire.driver.device_staging import DeviceStaging
-from kvwire.errors import KVWireError, WireCode
+from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.errors import KVWireError
 from kvwire.kv.outcome import Outcome
-from kvwire.proto.records import Box, RequestRecord, SegmentRecord
-from kvwire.proto.transfers import Transfers
 from kvwire.runtime.services import Services
 from kvwire.security.tls import CredentialFiles
-from kvwire.types import PeerInfo
-
-
-class ConnectionPort(Protocol):
-    """The part of a connection that transfers use.
-
-    Attributes:
-        front: The connection object that users hold.
-        chunk_bytes: The size of incoming chunks.
-    """
-
-    front: Any
-    peer: PeerInfo
-    transfers: Transfers
-    staging: DeviceStaging
-    chunk_bytes: int
-
-    @property
-    def silent_s(self) -> float:
-        """Return the seconds since the peer last sent anything."""
-
-    def start_transfer(
-        self,
-        leg: Any,
-        *,
-        key: bytes,
-        priority: int,
-        description: bytes,
-        pull: bool,
-    ) -> None:
-        """Send OPEN, and set the leg's core request."""
-
-    def send_segment(
-        self,
-        request: RequestRecord,
-        box: Box,
-        memory: Payload,
-        nbytes: int,
-        commit: int = 0,
-    ) -> SegmentRecord:
-        """Send a part of a transfer at once, or queue it for :meth:`run` to send."""
-
-    def refuse(
-        self, request: RequestRecord, error: KVWireError, code: WireCode
-    ) -> None:
-        """End a request and send the reason to the peer."""
-
-    def run(self) -> None:
-        """Execute the core's decisions."""
 
 
 class ObserverPort(Protocol):
@@ -91,7 +36,7 @@ class ObserverPort(Protocol):
         self,
         transfer: Any,
         outcome: Outcome,
-        connections: Iterable[ConnectionPort],
+        connections: Iterable[ConnectionDriver],
     ) -> None:
         """Report a transfer's outcome, and the connections that carried it."""
 

@@ -24,6 +24,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Final, NamedTuple
 
+from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.errors import (
     ClosedOK,
     ConnectionClosed,
@@ -42,7 +43,7 @@ from kvwire.proto.state import RequestKind
 from kvwire.transfers.leg import Leg
 from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.options import transfer_key
-from kvwire.transfers.ports import ConnectionPort, SharedServices
+from kvwire.transfers.ports import SharedServices
 from kvwire.transfers.state import OFF_LINK, UNNOTIFIED, LegState, TransferState
 from kvwire.transfers.transfer import Transfer, TransferView
 
@@ -82,7 +83,7 @@ class Question(NamedTuple):
     """
 
     key: Key
-    link: ConnectionPort
+    link: ConnectionDriver
     event: TransferOpened
 
     @property
@@ -146,7 +147,7 @@ class TransferRegistry:
         # first.
         self._past: OrderedDict[tuple[Key, bytes], Past] = OrderedDict()
         # The bytes of waiting questions, by connection.
-        self._waiting_bytes: Counter[ConnectionPort] = Counter()
+        self._waiting_bytes: Counter[ConnectionDriver] = Counter()
         # The owed legs in all slots, as an ordered set.
         self._owed: dict[Leg, None] = {}
         # Those whose producer may not know the landed parts.
@@ -188,7 +189,7 @@ class TransferRegistry:
         if slot.asked:
             self._ask_again(key)
 
-    def ask(self, end: Transfer, link: ConnectionPort) -> None:
+    def ask(self, end: Transfer, link: ConnectionDriver) -> None:
         """Request a transfer from the peer (``pull``, ``push``).
 
         If the connection is closed or lost, the transfer ends with an outcome.
@@ -227,7 +228,7 @@ class TransferRegistry:
         """Record the task that connects a deferred transfer, to cancel it later."""
         end._asking = task
 
-    def ask_deferred(self, end: Transfer, link: ConnectionPort) -> None:
+    def ask_deferred(self, end: Transfer, link: ConnectionDriver) -> None:
         """Request a deferred transfer from its peer, unless the transfer has ended.
 
         Raises:
@@ -293,7 +294,7 @@ class TransferRegistry:
 
     # --- the peer's side --------------------------------------------------------------
 
-    def opened(self, link: ConnectionPort, event: TransferOpened) -> None:
+    def opened(self, link: ConnectionDriver, event: TransferOpened) -> None:
         """Answer a peer's request for a transfer, or let it wait.
 
         Three candidates are checked in this order: an owed leg, whose peer does not
@@ -338,7 +339,9 @@ class TransferRegistry:
             assert end is not None
             end._matched(link, request, offer)
 
-    def _let_wait(self, key: Key, link: ConnectionPort, event: TransferOpened) -> None:
+    def _let_wait(
+        self, key: Key, link: ConnectionDriver, event: TransferOpened
+    ) -> None:
         """Let a peer wait for an answer, if there is room for its description."""
         question = Question(key, link, event)
         waiting = self._waiting_bytes
@@ -369,7 +372,7 @@ class TransferRegistry:
         if not self._waiting_bytes[question.link]:
             del self._waiting_bytes[question.link]
 
-    def request_over(self, request: RequestRecord, link: ConnectionPort) -> None:
+    def request_over(self, request: RequestRecord, link: ConnectionDriver) -> None:
         """Remove a question after a refusal, or because its peer gave up or is gone."""
         question = request.context
         if isinstance(question, Question):
@@ -498,7 +501,7 @@ class TransferRegistry:
 
     # --- connections ------------------------------------------------------------------
 
-    def connection_lost(self, link: ConnectionPort) -> None:
+    def connection_lost(self, link: ConnectionDriver) -> None:
         """Release the legs of a lost link, which no longer touches memory."""
         for end in list(self.live):
             for leg in end._legs:
@@ -553,7 +556,7 @@ class TransferRegistry:
             if end is not None:
                 end._missed = why
 
-    def reattach(self, link: ConnectionPort) -> None:
+    def reattach(self, link: ConnectionDriver) -> None:
         """Repeat this side's transfer requests to a peer on a new link.
 
         If this link fails too, or the peer has too many requests to answer, they wait
@@ -579,7 +582,7 @@ class TransferRegistry:
             if end._key == key:
                 end.abort(reason)
 
-    def closing(self, link: ConnectionPort | None = None) -> None:
+    def closing(self, link: ConnectionDriver | None = None) -> None:
         """End the transfers of one connection, or of all, for a graceful close.
 
         Transfers that only wait for delivery are delivered; all others are ended.
@@ -621,7 +624,7 @@ class TransferServices(SharedServices):
     registry: TransferRegistry
 
 
-def answer_of(end: Transfer, link: ConnectionPort, offer: TransferOffer) -> Answer:
+def answer_of(end: Transfer, link: ConnectionDriver, offer: TransferOffer) -> Answer:
     """Return the answer to a peer's request for a transfer."""
     if end._state is not TransferState.OPEN:
         return Answer.LATER
@@ -659,7 +662,7 @@ def _code_of(cause: KVWireError) -> WireCode:
 
 
 def _refuse(
-    link: ConnectionPort, request: RequestRecord, error: KVWireError, code: WireCode
+    link: ConnectionDriver, request: RequestRecord, error: KVWireError, code: WireCode
 ) -> None:
     link.refuse(request, error, code)
     link.run()

@@ -25,6 +25,7 @@ from kvwire.aio import (
     unusable,
 )
 from kvwire.backend import Payload
+from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.errors import (
     DeadlineExceeded,
     KVWireError,
@@ -51,7 +52,7 @@ from kvwire.transfers.offer import (
     traceparent,
 )
 from kvwire.transfers.options import TransferOptions, transfer_key
-from kvwire.transfers.ports import ConnectionPort, SharedServices
+from kvwire.transfers.ports import SharedServices
 from kvwire.transfers.state import (
     OFF_LINK,
     OVER,
@@ -114,7 +115,7 @@ class TransferView(NamedTuple):
 
     id: str | bytes | int
     receives: bool
-    links: Sequence[ConnectionPort]
+    links: Sequence[ConnectionDriver]
     age_s: float
     next_move: NextMove
     progress: Progress
@@ -370,7 +371,7 @@ class Transfer(AsyncWith):
 
     # --- legs -------------------------------------------------------------------------
 
-    def _ask(self, link: ConnectionPort) -> None:
+    def _ask(self, link: ConnectionDriver) -> None:
         """Send or repeat the request to a link's peer.
 
         Raises:
@@ -390,14 +391,14 @@ class Transfer(AsyncWith):
         self._watch_lease()
 
     def _matched(
-        self, link: ConnectionPort, core: RequestRecord, offer: TransferOffer
+        self, link: ConnectionDriver, core: RequestRecord, offer: TransferOffer
     ) -> None:
         """Answer a peer whose question the registry has accepted."""
         leg = self._known(link, offer) or self._new_leg(link, asks=False)
         leg.answer(link, core, offer)
         self._watch_lease()
 
-    def _known(self, link: ConnectionPort, offer: TransferOffer) -> Leg | None:
+    def _known(self, link: ConnectionDriver, offer: TransferOffer) -> Leg | None:
         """Return the leg that a peer asks to resume, or None."""
         for leg in self._legs:
             same_peer = leg.origin == link.peer.origin
@@ -405,7 +406,7 @@ class Transfer(AsyncWith):
                 return leg
         return None
 
-    def _new_leg(self, link: ConnectionPort, *, asks: bool) -> Leg:
+    def _new_leg(self, link: ConnectionDriver, *, asks: bool) -> Leg:
         phases = self._phases
         if self._peers > 1:
             phases = PhaseTimer(phases.created)
@@ -609,7 +610,7 @@ class Transfer(AsyncWith):
         assert self._ring is not None
         self._ring.note(what, self._endpoint_id.hex(), *more)
 
-    def _note_peer(self, link: ConnectionPort, trace: bytes) -> None:
+    def _note_peer(self, link: ConnectionDriver, trace: bytes) -> None:
         """Record the peer; its trace replaces a trace that this side generated."""
         self._peer_trace = trace or self._peer_trace
         if self._trace and trace and not self._own_trace:

@@ -43,7 +43,7 @@ async def test_joins_after_it_was_aborted(
 
 
 @expect_found_in(
-    InprocLane._end, check_lanes, "memory.abort-receiver", "memory.abort-midway"
+    InprocLane.abort, check_lanes, "memory.abort-receiver", "memory.abort-midway"
 )
 def test_writes_after_the_end(
     end: Any, self: InprocLane, error: Exception | None

@@ -112,7 +112,7 @@ async def test_the_control_link_takes_over_when_the_lane_breaks(
     monkeypatch.setattr(cls, "open_lane", noted)
     raise_again_after(monkeypatch, NEVER_S)  # one that is up again did not fail
     async with transfers.pair(over.backend, over.settings()) as both:
-        lanes[0]._end(ConnectionLost("planted"))
+        lanes[0].abort(ConnectionLost("planted"))
         await until(lambda: both.left.transport == "tcp")
         request = both.left.send(1, bytes(1 << 20))
         assert await both.right.recv(1) == bytes(1 << 20)

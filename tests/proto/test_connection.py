@@ -100,7 +100,7 @@ def test_any_byte_is_a_sign_of_life() -> None:
     pair = ConnectionPair()
     for _ in range(10):
         pair.server.now += 1.9
-        pair.server.core.note_received(pair.server.now)
+        pair.server.core.liveness.note_received(pair.server.now)
         pair.server.tick()
     assert not pair.server.core.closed
     said = [frame.header.type for frame in on_the_wire(pair.server)]
@@ -144,7 +144,7 @@ def test_whoever_gives_up_a_silent_peer_says_so(phase: CloseState) -> None:
 def test_a_peer_that_has_heard_nothing_lives_and_its_connection_is_lost() -> None:
     pair = ConnectionPair()
     end, begun = pair.server, pair.server.recv(TAG)
-    assert end.core.peer_receives(end.now)
+    assert end.core.liveness.peer_receives(end.now)
     pair.client.forge(FrameType.CLOSE, Close(errors.WireCode.UNRESPONSIVE))
     pair.deliver(pair.client)
     assert isinstance(end.core.error, errors.ConnectionLost)
@@ -408,7 +408,7 @@ def test_idle_while_nothing_is_open() -> None:
     pair = ConnectionPair()
     ends = (pair.client, pair.server)
     idle = [[not end.core.open_requests for end in ends]]
-    assert pair.client.core.silence_s(pair.now + 5.0) == 5.0
+    assert pair.client.core.liveness.silence_s(pair.now + 5.0) == 5.0
     pair.server.stalled = True
     pair.client.get(pair.server.grant(pair.server.expose(100)))
     pair.deliver(pair.client)

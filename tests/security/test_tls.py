@@ -20,8 +20,8 @@ from kvwire import AuthenticationFailed, Config, UsageError
 from kvwire.proto.handshake import BINDING_BYTES
 from kvwire.security import tls as tls_module
 from kvwire.security.tls import CredentialFiles, Credentials
-from kvwire.security.tls_errors import explained
 from kvwire.types import PeerIdentity, Role
+from kvwire_tcp.tls_errors import explained
 from tests.support.certificates import (
     FAR,
     NEAR,

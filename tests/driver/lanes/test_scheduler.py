@@ -48,7 +48,7 @@ def break_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
             super().body_received(link, landing)
             self.received += 1
             if self.received == count:
-                self._end(ConnectionLost("planted"))
+                self.abort(ConnectionLost("planted"))
 
     use(monkeypatch, Breaking, "both")
 

@@ -322,7 +322,7 @@ class Beside:
         endpoint.end.heard_at = world.now
         if pause_s:
             bay.begun = True
-            endpoint.core.note_received(endpoint.node.clock)
+            endpoint.core.liveness.note_received(endpoint.node.clock)
             endpoint.node.after(pause_s, self._move, half, descriptor)
             return
         del half.arriving[descriptor]

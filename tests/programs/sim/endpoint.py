@@ -277,7 +277,7 @@ class Endpoint:
         core, now = self.core, self.node.clock
         if self.end.received_bytes != self._seen_bytes:
             self._seen_bytes = self.end.received_bytes
-            core.note_received(now)
+            core.liveness.note_received(now)
         core.tick(now)
         self.pump()
         if not core.closed:

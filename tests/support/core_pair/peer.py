@@ -295,7 +295,7 @@ class Peer:
 
     def feed(self, data: bytes) -> None:
         """Bytes have come, in pieces of any size."""
-        self.core.note_received(self.now)
+        self.core.liveness.note_received(self.now)
         self._inlet.feed(data)
 
     def receive(self, frame: Frame) -> None:
