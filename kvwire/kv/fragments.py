@@ -9,6 +9,7 @@ of 100,000 objects.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -87,8 +88,8 @@ class Fragments:
     ) -> Fragments:
         """Return fragments of one length, at least 1, and join adjacent ones."""
         count = addresses.size
-        lengths = np.empty(count, np.uint64)
-        lengths.fill(length)
+        columns = _few_columns if count <= _FEW else _columns
+        lengths, starts = columns(count, length)
         touches = addresses[1:] == addresses[:-1] + np.uint64(length)
         made = cls(
             addresses,
@@ -96,7 +97,7 @@ class Fragments:
             owner=owner,
             writable=writable,
             device=device,
-            starts=np.arange(0, count * length + 1, length, dtype=np.uint64),
+            starts=starts,
             piece_bytes=length,
         )
         return made.merged() if np.logical_or.reduce(touches) else made
@@ -189,6 +190,20 @@ class Fragments:
         part.writable = self.writable
         part.device = self.device
         return part
+
+
+def _columns(count: int, length: int) -> tuple[Array, Array]:
+    """Return the lengths and starts of fragments of one length; nobody changes them."""
+    lengths = np.empty(count, np.uint64)
+    lengths.fill(length)
+    starts = np.arange(0, count * length + 1, length, dtype=np.uint64)
+    lengths.flags.writeable = starts.flags.writeable = False
+    return lengths, starts
+
+
+# Fragments up to this number share them: 1 MiB at most.
+_FEW: Final = 1024
+_few_columns: Final = lru_cache(64)(_columns)
 
 
 def concatenated(parts: Sequence[Fragments]) -> Fragments:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final, TypeAlias
 
+import msgspec
 import numpy as np
 
 from kvwire import limits
@@ -81,6 +82,11 @@ class Geometry:
             (g.name, g.spec.to_pairs(), " ".join(g.order), g.blocks, g.tokens)
             for g in self.groups
         )
+
+    @cached_property
+    def packed(self) -> msgspec.Raw:
+        """Return the description as MessagePack."""
+        return msgspec.Raw(msgspec.msgpack.encode(self.encoded))
 
     @cached_property
     def capacities(self) -> Mapping[str, int]:

@@ -74,20 +74,25 @@ class Steps:
         self._known: dict[range, tuple[Ids, int, tuple[int, ...]]] = {}
         # The addresses in all of them.
         self._size = 0
-        # The fragments of all layers of block 0.
-        self._block: Fragments | None = None
+        # The fragments of the first granule, in the same ranges.
+        self._first: dict[range, Fragments] = {}
 
     def blocks(self, ids: Ids) -> Fragments:
         """Return some blocks in all layers, block by block; granules must be blocks."""
-        behind = ids * self.memory.strides["block"]
-        if ids.size != 1:
-            return self.fragments(self.walk.layers, behind)
-        if self._block is None:
-            self._block = self.fragments(self.walk.layers, behind - behind)
-        return self._block.shifted(behind.item(0))
+        return self.fragments(self.walk.layers, ids * self.memory.strides["block"])
 
     def fragments(self, layers: range, behind: Ids) -> Fragments:
         """Return the granules ``behind`` bytes after block 0, adjacent runs merged."""
+        if behind.size != 1:
+            return self._computed(layers, behind)
+        first = self._first.get(layers)
+        if first is None:
+            first = self._computed(layers, np.zeros(1, np.int64))
+            if layers in self._known:
+                self._first[layers] = first  # bounded: KV_TEMPLATE_STEPS_MAX
+        return first.shifted(behind.item(0))
+
+    def _computed(self, layers: range, behind: Ids) -> Fragments:
         relative, run, shape = self.of(layers)
         addresses = relative + behind.reshape(shape)
         return Fragments.uniform(
@@ -111,6 +116,7 @@ class Steps:
             self._size += known[0].size
             if self._size > KV_TEMPLATE_STEPS_MAX:
                 self._known.clear()
+                self._first.clear()
                 self._size = known[0].size
             self._known[layers] = known  # bounded: KV_TEMPLATE_STEPS_MAX
         return known

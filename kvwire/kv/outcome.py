@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from kvwire.errors import UsageError
@@ -36,8 +36,7 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanTemplate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timings:
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """The seconds that one end of a transfer waited, by reason.
 
     An end waits for one thing at a time, so the phases add up to the time from the call
@@ -67,11 +66,10 @@ class Timings:
     @property
     def total_s(self) -> float:
         """Return the sum: the time from the call to the outcome."""
-        return math.fsum(getattr(self, phase.name) for phase in fields(self))
+        return math.fsum(msgspec.structs.astuple(self))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one transfer.
 
     Attributes:
@@ -97,7 +95,7 @@ class Outcome:
     usable_tokens: int
     lists: Mapping[str, Ids]
     tokens: Mapping[str, int]
-    timings: Timings = field(default_factory=Timings)
+    timings: Timings = Timings()
     layers_grouped: int = 1
     nbytes: int = 0
 

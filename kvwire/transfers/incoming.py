@@ -226,7 +226,7 @@ class Incoming(Transfer):
         landed = self._legs[0].landed.boxes(LANDED_BOXES_MAX) if self._has_moved else ()
         self._reported = tuple(landed)
         return TransferOffer(
-            geometry=self._geometry.encoded,  # type: ignore[arg-type]
+            geometry=self._geometry.packed,
             endpoint_id=self._endpoint_id,
             peer_id=peer_id,
             hashes=self._hashes,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated
+from functools import lru_cache
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -21,8 +22,10 @@ from kvwire.kv.blocks import Bits
 from kvwire.kv.geometry import Geometry, geometry_of
 from kvwire.limits import (
     DESCRIPTION_BYTES_MAX,
+    KIB,
     KV_BLOCKS_MAX,
     KV_GROUPS_MAX,
+    KV_TEMPLATES_MAX,
     LANDED_BOX_BYTES,
     LANDED_BOXES_MAX,
 )
@@ -38,7 +41,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One side's description of a transfer.
 
     Attributes:
-        geometry: See :attr:`kvwire.kv.geometry.Geometry.encoded`; decoding checks it.
+        geometry: See :attr:`kvwire.kv.geometry.Geometry.packed`; decoding checks it.
         endpoint_id: Random bytes that identify this end of the transfer on all links.
         peer_id: The peer's ``endpoint_id``, if the two met on an earlier link; else
             empty. This end resumes only with that end, never with another one of the
@@ -53,7 +56,7 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
             and the flags of W3C's traceparent. Empty without tracing.
     """
 
-    geometry: GeometryFields
+    geometry: msgspec.Raw
     endpoint_id: Annotated[
         bytes, Meta(min_length=ENDPOINT_ID_BYTES, max_length=ENDPOINT_ID_BYTES)
     ]
@@ -88,16 +91,16 @@ class TransferOffer(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def decode(cls, data: bytes) -> TransferOffer:
         """Read a peer's description."""
         try:
-            return _DECODER.decode(data)
-        except DECODE_ERRORS as exc:
+            offer = _DECODER.decode(data)
+            offer.read_geometry()
+        except (*DECODE_ERRORS, UsageError) as exc:
             raise ProfileMismatch(f"the peer's description: {exc}") from None
+        return offer
 
     def read_geometry(self) -> Geometry:
-        """Return the peer's geometry."""
-        try:
-            return geometry_of(self.geometry)
-        except UsageError as exc:
-            raise ProfileMismatch(f"the peer's description: {exc}") from None
+        """Return the peer's geometry, which was checked when it was decoded."""
+        packed = bytes(self.geometry)
+        return _met(packed) if len(packed) <= _MET_BYTES else _read(packed)
 
     def require_same_hashes(self, hashes: bytes) -> None:
         """Refuse a peer whose hashes differ from ours, if both sides gave them."""
@@ -147,6 +150,18 @@ def traceparent(trace: bytes) -> str:
 
 
 _DECODER = msgspec.msgpack.Decoder(TransferOffer)
+_GEOMETRY: Final = msgspec.msgpack.Decoder(GeometryFields)
+# A geometry of one group has some 250 bytes. Longer ones are read again each time.
+_MET_BYTES: Final = 1 * KIB
+
+
+def _read(packed: bytes) -> Geometry:
+    fields: tuple[Any, ...] = _GEOMETRY.decode(packed)
+    return geometry_of(fields)
+
+
+# Those that peers have sent before: finding one takes a tenth of reading it.
+_met: Final = lru_cache(KV_TEMPLATES_MAX)(_read)
 
 
 def pack_have(have: Mapping[str, Bits]) -> tuple[tuple[str, bytes], ...]:

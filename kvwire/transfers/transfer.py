@@ -315,7 +315,7 @@ class Transfer(AsyncWith):
             plan: The digest of this side's plan, in an answer.
         """
         return TransferOffer(
-            geometry=self._geometry.encoded,  # type: ignore[arg-type]
+            geometry=self._geometry.packed,
             endpoint_id=self._endpoint_id,
             peer_id=peer_id,
             hashes=self._hashes,

@@ -80,7 +80,7 @@ def decode_memory(
 
 def encode_geometry(geometry: Geometry) -> bytes:
     """Return a geometry as window frames encode it."""
-    return msgspec.msgpack.encode(geometry.encoded)
+    return bytes(geometry.packed)
 
 
 def read_geometry(data: bytes) -> Geometry:

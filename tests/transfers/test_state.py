@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -181,7 +182,9 @@ class End:
 
     @staticmethod
     def _offer(peer_id: bytes) -> TransferOffer:
-        return TransferOffer(geometry=(), endpoint_id=b"", peer_id=peer_id)
+        return TransferOffer(
+            geometry=msgspec.Raw(b"\x90"), endpoint_id=b"", peer_id=peer_id
+        )
 
 
 class OneLeg(Leg):
