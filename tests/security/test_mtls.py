@@ -18,7 +18,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 import kvwire
 from kvwire import AuthenticationFailed, HandshakeError, UsageError
-from kvwire.limits import KIB, MIB
+from kvwire.limits import KIB
 from kvwire.security.keys import write_key_file
 from kvwire.types import PeerInfo, TrustMode
 from kvwire_tcp.lane import LaneSocket, TcpLane
@@ -30,7 +30,6 @@ from tests.support.certificates import FAR, NEAR, Authority, issue
 from tests.support.lanes import expect_moves
 from tests.support.logs import warned
 from tests.support.pairs import Pair, communicators, connected, until
-from tests.support.proxy import Cut, Direction, Ending, Flip, Proxy, Toxic
 
 OTHER = "spiffe://kvwire.test/other"
 SPEC = kvwire.KVSpec(
@@ -42,20 +41,6 @@ BLOCKS = list(range(16))
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("ca"))
-
-
-@contextlib.asynccontextmanager
-async def proxied(
-    authority: Authority, *toxics: Toxic, **both: Any
-) -> AsyncIterator[tuple[Pair, Proxy]]:
-    """Two sides that know each other, with a network between them."""
-    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
-    async with (
-        communicators(near, far, prefer=("tcp",), **both) as (a, b),
-        Proxy(await b.listen("127.0.0.1:0"), *toxics) as proxy,
-    ):
-        left = await a.connect(proxy.address)
-        yield Pair(a, b, left, await b.accept(), proxy.address), proxy
 
 
 @pytest.fixture
@@ -207,35 +192,6 @@ async def between(
 
 
 # --- the end --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ending", [Ending.FIN, Ending.RST])
-async def test_a_cut_is_a_lost_connection(authority: Authority, ending: Ending) -> None:
-    """Also where it falls between two frames, and however politely it is done."""
-    async with proxied(authority) as (pair, proxy):
-        way = Direction.TO_SERVER
-        proxy.toxics = (Cut(way, proxy.passed[way], ending),)
-        pair.left.send(1, b"never comes")
-        for end in (pair.left, pair.right):
-            with pytest.raises(kvwire.ConnectionLost):
-                await end.recv(1)
-
-
-@pytest.mark.parametrize("way", Direction)
-async def test_a_changed_bit_is_a_lost_connection(
-    authority: Authority, way: Direction
-) -> None:
-    """No byte of it is delivered, checksums or not."""
-    async with proxied(authority, checksum="off") as (pair, proxy):
-        proxy.toxics = (Flip(way, proxy.passed[way] + 100_000),)
-        sender, receiver = pair.left, pair.right
-        if way is not Direction.TO_SERVER:
-            sender, receiver = receiver, sender
-        sent = sender.send(1, bytes(MIB))
-        with pytest.raises(kvwire.ConnectionLost, match="damaged or changed"):
-            await receiver.recv(1)
-        await sender.wait_closed()
-        assert sent.done()
 
 
 async def test_a_cancelled_connect_leaves_nothing(authority: Authority) -> None:

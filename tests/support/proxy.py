@@ -7,9 +7,8 @@
         connection = await communicator.connect(proxy.address)
 
 Each direction of a connection is a reader and a writer with a queue between them, so
-that a delay holds up nothing but the bytes it delays. What chance decides, such as
-jitter, follows from the seed and from which connection it is. Toxics may be changed
-meanwhile; they are looked at whenever bytes pass. Positions are bytes of one direction
+that a delay holds up nothing but the bytes it delays. Toxics may be changed meanwhile;
+they are looked at whenever bytes pass. Positions are bytes of one direction
 since its connection began, so a toxic hits the same byte each time, however the stream
 was cut into reads.
 """
@@ -19,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import random
 import socket
 import struct
 from collections.abc import Awaitable
@@ -52,11 +50,10 @@ class Ending(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Bytes arrive ``delay_s`` later, and up to ``jitter_s`` more, in order."""
+    """Bytes arrive ``delay_s`` later."""
 
     direction: Direction
     delay_s: float
-    jitter_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,23 +65,6 @@ class Bandwidth:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """Bytes arrive in pieces of ``nbytes``, each in a packet of its own."""
-
-    direction: Direction
-    nbytes: int = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """One bit of the byte at position ``at`` arrives inverted."""
-
-    direction: Direction
-    at: int
-    bit: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """Exactly ``at`` bytes arrive; then the connection ends as ``ending`` says."""
 
@@ -93,7 +73,7 @@ class Cut:
     ending: Ending
 
 
-Toxic = Latency | Bandwidth | Slice | Flip | Cut
+Toxic = Latency | Bandwidth | Cut
 
 
 _READ_BYTES: Final = 64 * KIB
@@ -103,7 +83,7 @@ _BACKLOG: Final = 1024
 # `struct linger`: on, 0 seconds, so that `close` resets.
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
-Directed = TypeVar("Directed", Latency, Bandwidth, Slice, Flip, Cut)
+Directed = TypeVar("Directed", Latency, Bandwidth, Cut)
 
 
 class Proxy:
@@ -118,17 +98,15 @@ class Proxy:
 
     address: Address
 
-    def __init__(self, server: Address, *toxics: Toxic, seed: int = 0) -> None:
+    def __init__(self, server: Address, *toxics: Toxic) -> None:
         self.toxics = toxics
         self.passed: dict[Direction, int] = dict.fromkeys(Direction, 0)
         self.server = server
-        self._seed = seed
-        self._count = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         toxics = ", ".join(map(repr, self.toxics)) or "no toxics"
-        return f"<Proxy to {self.server}, seed {self._seed}: {toxics}>"
+        return f"<Proxy to {self.server}: {toxics}>"
 
     async def __aenter__(self) -> Self:
         """Listen."""
@@ -151,9 +129,7 @@ class Proxy:
             client, _ = self._socket.accept()
         except OSError:
             return  # it has left, or another wake-up has taken it
-        self._count += 1
-        rng = random.Random(f"{self._seed}/{self._count}")
-        task = asyncio.create_task(_Connection(self, client, rng).run(self.server))
+        task = asyncio.create_task(_Connection(self, client).run(self.server))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -165,13 +141,12 @@ class _ResetError(Exception):
 class _Connection:
     """A client, and the connection to the server that was made for it."""
 
-    def __init__(self, proxy: Proxy, client: socket.socket, rng: random.Random) -> None:
+    def __init__(self, proxy: Proxy, client: socket.socket) -> None:
         server = socket.socket()
         for sock in (client, server):
             sock.setblocking(False)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.proxy = proxy
-        self.rng = rng
         self._sockets = (client, server)
         self.there = _Way(self, client, server, Direction.TO_SERVER)
         self.back = _Way(self, server, client, Direction.TO_CLIENT)
@@ -221,7 +196,6 @@ class _Way:
         self._queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_QUEUED_READS)
         self._position = 0
         self._stopped = False
-        self._due = 0.0
 
     async def read(self) -> None:
         loop = asyncio.get_running_loop()
@@ -268,15 +242,14 @@ class _Way:
         latency = self._find(Latency)
         if latency is None:
             return
-        late_s = latency.delay_s + self._connection.rng.uniform(0, latency.jitter_s)
-        self._due = max(self._due, arrived + late_s)
-        await asyncio.sleep(self._due - asyncio.get_running_loop().time())
+        due = arrived + latency.delay_s
+        await asyncio.sleep(due - asyncio.get_running_loop().time())
 
     async def _pass_on(self, data: bytes) -> None:
         """Deliver bytes, in as many pieces as the toxics make of them."""
         loop = asyncio.get_running_loop()
         while data and not self._stopped:
-            piece = self._damaged(data[: self._next_length(len(data))])
+            piece = data[: self._next_length(len(data))]
             data = data[len(piece) :]
             await loop.sock_sendall(self._sink, piece)
             self._position += len(piece)
@@ -286,26 +259,14 @@ class _Way:
 
     def _next_length(self, length: int) -> int:
         """How much to send at once: up to the next position where something happens."""
-        if sliced := self._find(Slice):
-            length = min(length, sliced.nbytes)
         cut = self._find(Cut)
         if cut is not None and cut.at > self._position:
             length = min(length, cut.at - self._position)
         return length
 
-    def _damaged(self, piece: bytes) -> bytes:
-        flip = self._find(Flip)
-        if flip is None or not 0 <= flip.at - self._position < len(piece):
-            return piece
-        damaged = bytearray(piece)
-        damaged[flip.at - self._position] ^= 1 << flip.bit
-        return bytes(damaged)
-
     async def _rest_after(self, nbytes: int) -> None:
         if bandwidth := self._find(Bandwidth):
             await asyncio.sleep(nbytes / bandwidth.bytes_per_s)
-        elif self._find(Slice):
-            await asyncio.sleep(0)
 
     def _look_for_cut(self) -> None:
         cut = self._find(Cut)
