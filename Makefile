@@ -47,7 +47,7 @@ PACKAGE ?=
 # More arguments for pytest, such as `make test ARGS="tests/wire -k header"`.
 ARGS ?=
 
-.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router llamacpp test-llamacpp test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-targets
+.PHONY: test test-all check format cover mutants fuzz reference docs typed manifests lock news release notes dist wheels clean demo test-torch test-vllm test-vllm-classes test-vllm-router llamacpp test-llamacpp test-lmcache test-sglang test-nixl test-rdma test-ray test-s3 test-targets
 
 # Every module and every transport once; about 3 minutes on two cores. As many processes
 # as there are cores, and never more than a laptop has memory for.
@@ -129,6 +129,10 @@ lock:
 # The changes that no release has yet, as the page that a release makes of them.
 news: $(STAMP)-dev
 	@$(BIN)/towncrier build --draft --version next
+
+# This tree as that of a release, but for the commit and the tag: make release VERSION=0.2.0
+release: $(STAMP)-dev
+	@.ci/release "$(VERSION)"
 
 # What CHANGELOG.md says of the release of TAG; an error if the tree is not that release.
 notes:

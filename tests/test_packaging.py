@@ -295,6 +295,37 @@ def test_the_notes_of_a_tag_are_those_of_its_tree(tmp_path: Path) -> None:
     assert text.endswith("changes/ still has changes/+left.added.md\n")
 
 
+def test_a_release_has_one_version_and_the_changes_of_its_files(tmp_path: Path) -> None:
+    """The first one's notes are written; without changes there is no further one."""
+    names = ["kvwire/__init__.py", "CHANGELOG.md", "changes", ".ci/notes"]
+    names += [".ci/release", *(f"{folder}/pyproject.toml" for folder in projects())]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    notes = tmp_path / "CHANGELOG.md"
+    heading = re.compile(rf"^## \[{re.escape(kvwire.__version__)}\].*$", re.MULTILINE)
+    notes.write_text(heading.sub("## [7.8.9] - not released yet", notes.read_text()))
+
+    def release(version: str) -> tuple[int, str]:
+        done = ran("bash", tmp_path / ".ci" / "release", version)
+        return done.returncode, done.stdout + done.stderr
+
+    assert release("7") == (1, "7 is no version: write 0.2.0, or 0.2.0rc1\n")
+    for path in (tmp_path / "changes").glob("+*.md"):
+        path.unlink()
+    why = "changes/ has no file, so 7.9.0 would say nothing\n"
+    assert release("7.9.0") == (1, why)
+    status, text = release("7.8.9")
+    assert status == 0, text
+    assert "The first release" in text
+    assert re.search(r"\n## \[7\.8\.9\] - \d{4}-\d\d-\d\d\n", notes.read_text())
+    assert '__version__ = "7.8.9"' in (tmp_path / names[0]).read_text()
+    for folder in projects():
+        wanted = (tmp_path / folder / "pyproject.toml").read_text()
+        assert set(re.findall(r'"kvwire(?:-\w+)?==(.*?)"', wanted)) == {"7.8.9"}
+
+
 # --- what stands on kvwire in packages/: one version, one layout, one contract --------
 
 

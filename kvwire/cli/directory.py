@@ -20,6 +20,7 @@ from kvwire.errors import without_password
 
 app: App = App(name="directory")
 
+_OWN: Final = "file:"
 _COLUMNS: Final = ("name", "role", "address", "load", "incarnation", "model", "labels")
 
 
@@ -40,7 +41,7 @@ class DirectoryOptions:
     @property
     def url(self) -> str:
         """The directory's URL."""
-        return self.directory or Config.load(self.config).directory or "file:"
+        return self.directory or Config.load(self.config).directory or _OWN
 
 
 _WHERE: Final = DirectoryOptions()
@@ -77,8 +78,11 @@ def ls(
             table
         )
     else:
+        which = f"matches {selector}" if selector else "is"
         shown = without_password(url)
-        print(f"no member matches {selector or 'anything'} in {shown}", file=sys.stderr)
+        if url == _OWN:
+            shown = f"{_OWN} (your own folder on this host; --directory names another)"
+        print(f"no member {which} in {shown}", file=sys.stderr)
     if directory.ignored:
         print(f"{directory.ignored} entries are not valid records", file=sys.stderr)
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 import kvwire
 from kvwire.cli import logs
@@ -99,11 +99,15 @@ def main(arguments: Sequence[str] | None = None, command: App | None = None) -> 
                 _commands.load(tokens[0])
             # A command with its own exit status returns it.
             status = (command or app)(
-                tokens, exit_on_error=False, result_action="return_value"
+                tokens,
+                exit_on_error=False,
+                print_error=False,
+                result_action="return_value",
             )
         print(end="", flush=True)  # output that cannot be written is an error too
-    except CycloptsError:
-        return CALLED_WRONG  # it has been printed
+    except CycloptsError as exc:
+        print(f"kvwire: {_call_error(exc)}", file=sys.stderr)
+        return CALLED_WRONG
     except kvwire.KVWireError as exc:
         print(f"kvwire: {exc}", file=sys.stderr)
         return CALLED_WRONG if isinstance(exc, kvwire.UsageError) else FAILED
@@ -121,6 +125,12 @@ def _unread() -> int:
     """Silence the output after its reader is gone, and return the exit status."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
+
+
+def _call_error(exc: CycloptsError) -> str:
+    if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
+        return f"unexpected argument: {' '.join(exc.unused_tokens)}"
+    return str(exc).strip()
 
 
 def _error_line(exc: ModuleNotFoundError | OSError) -> str:

@@ -63,7 +63,11 @@ def check_options(verb: str, options: Any) -> None:
     names = _VERBS[verb].__optional_keys__
     for name, value in options.items():
         if name not in names:
-            raise UsageError(f"{verb}: unknown option {name!r}; {nearest(name, names)}")
+            # The name of such limits elsewhere; `deadline` takes seconds as well.
+            meant = "deadline" if name in ("timeout", "timeout_s") else name
+            raise UsageError(
+                f"{verb}: unknown option {name!r}; {nearest(meant, names)}"
+            )
         if name in _NUMBERS:
             options[name] = plain(value)
 

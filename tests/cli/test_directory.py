@@ -70,7 +70,7 @@ def test_nobody_and_nonsense(
     assert main(["directory", "ls", *where]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert "no member matches anything" in err
+    assert "no member is in file:" in err
     assert "1 entries are not valid records" in err
     assert main(["directory", "ls", "decode", *where]) == 2
     assert "not a valid term" in capsys.readouterr().err
