@@ -23,21 +23,20 @@ import msgspec
 import pytest
 
 import kvwire
-from packages.vllm.tests.support.models import make_model, write_byte_tokenizer
+from packages.vllm.tests.support.models import (
+    EOS_TOKEN,
+    make_model,
+    write_byte_tokenizer,
+)
 from packages.vllm.tests.support.pairs import Pair, running
 from packages.vllm.tests.support.relay import BLOCK_TOKENS, Relay
-from packages.vllm.tests.support.requests import (
-    Likeness,
-    apart,
-    draw,
-    likeness,
-)
 from packages.vllm.tests.support.serving import (
     ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     Engine,
     Front,
     Process,
+    asked,
     before,
     complete,
     engine,
@@ -175,15 +174,81 @@ def test_a_batch(pair: Found) -> None:
     pair.check_alike(range(103, 804, 100), seed=3)
 
 
-def test_requests_of_all_kinds(pair: Found) -> None:
+_LOOK = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+# What a request has beside its prompt, a limit and no temperature.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sampled": {
+        "temperature": 0.8,
+        "seed": 7,
+        "top_p": 0.9,
+        "top_k": 50,
+        "min_p": 0.01,
+    },
+    "one token": {"max_tokens": 1},
+    "at least": {"min_tokens": 3, "ignore_eos": False},
+    "ends at once": {"logit_bias": {str(EOS_TOKEN): 100}, "ignore_eos": False},
+    "bias": {"logit_bias": {"77": 20}, "bad_words": ["e", "ab"]},
+    "penalties": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+    },
+    "stop": {"stop": ["e", "t", "a"], "include_stop_str_in_output": True},
+    "stop tokens": {"stop_token_ids": list(range(5, 400))},
+    "special": {"skip_special_tokens": False},
+    "n": {"n": 2},
+    "choice": {"structured_outputs": {"choice": ["yes", "no", "maybe"]}},
+    "object": {"response_format": {"type": "json_object"}},
+    "no such": {"temperature": -1},
+}
+OF_COMPLETIONS: dict[str, dict[str, Any]] = {
+    "echo": {"echo": True},
+    "no limit": {"max_tokens": None},
+}
+OF_CHATS: dict[str, dict[str, Any]] = {
+    "newer name": {"max_completion_tokens": 4},
+    "tools": {
+        "tools": [{"type": "function", "function": _LOOK}],
+        "tool_choice": "none",
+    },
+}
+
+
+def answered(url: str, path: str, body: dict[str, Any]) -> Any:
+    """An answer without its name, whether it came in one piece or as a stream."""
+    said = httpx.post(url + path, json=body, timeout=ANSWERS_WITHIN_S)
+    if not said.headers["content-type"].startswith("text/event-stream"):
+        whole = said.json()
+        return said.status_code, whole.get("choices") or whole["error"]
+    events = [one.removeprefix("data: ") for one in said.text.strip().split("\n\n")]
+    choices = [one for text in events[:-1] for one in json.loads(text)["choices"]]
+    parts = [one.get("delta", one) for one in choices]
+    texts = [part.get("content") or part.get("text") or "" for part in parts]
+    return events[-1], "".join(texts), [one["finish_reason"] for one in choices][-1:]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "option"),
+    [
+        *(("/v1/completions", one) for one in OPTIONS | OF_COMPLETIONS),
+        *(("/v1/chat/completions", one) for one in OPTIONS | OF_CHATS),
+    ],
+)
+def test_requests_of_all_kinds(
+    pair: Found, path: str, option: str, *, stream: bool
+) -> None:
     """Answers with all kinds of options are those of one engine."""
-    with httpx.Client() as client:
-        for seed in range(25):
-            request = draw(random.Random(seed))
-            here = request.answer(client, pair.prefill.url, cache_salt=f"alone {seed}")
-            there = request.answer(client, pair.proxy.url)
-            alike = likeness(here, there)
-            assert alike is not Likeness.DIFFERENT, (seed, apart(here, there))
+    ids = prompt(130 + len(option), seed=len(path))
+    body = asked(9) | {"return_token_ids": False, "stream": stream}
+    body |= {"prompt": ids}
+    if "chat" in path:
+        del body["prompt"]
+        text = "".join(chr(97 + one % 26) for one in ids)
+        body["messages"] = [{"role": "user", "content": text}]
+    body |= (OPTIONS | OF_COMPLETIONS | OF_CHATS)[option]
+    here = answered(pair.prefill.url, path, body | {"cache_salt": f"alone {option}"})
+    assert answered(pair.proxy.url, path, body) == here
 
 
 def test_what_decode_has_is_not_sent_again(pair: Found) -> None:
