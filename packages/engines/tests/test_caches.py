@@ -5,10 +5,8 @@ Needs torch, transformers and mlx_lm; `make test-torch` installs them.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +33,6 @@ from kvwire import PagedCache  # noqa: E402
 from kvwire.errors import UsageError  # noqa: E402
 from kvwire.kv.hashing import HashScheme  # noqa: E402
 from kvwire.kv.layout import AxisOrder  # noqa: E402
-from kvwire_engines.batching import ContinuousBatching  # noqa: E402
 from kvwire_engines.caches import Caches  # noqa: E402
 from kvwire_engines.mlx import MlxCaches  # noqa: E402
 from kvwire_engines.transformers import TransformersCaches  # noqa: E402
@@ -321,70 +318,6 @@ async def test_mlx_refuses(
     cache = make(here)
     with pytest.raises(UsageError, match=said):
         await moved(here, cache, cache)
-
-
-@contextlib.contextmanager
-def batching(model: Any, page_size: int = 16) -> Iterator[Any]:
-    """A manager of continuous batching, with blocks for 64 times so many tokens."""
-    manager = model.init_continuous_batching(
-        generation_config=transformers.GenerationConfig(
-            do_sample=False, eos_token_id=-1
-        ),
-        continuous_batching_config=transformers.ContinuousBatchingConfig(
-            page_size=page_size, num_blocks=64, max_batch_tokens=256
-        ),
-    )
-    manager.start()
-    try:
-        yield manager
-    finally:
-        manager.stop(block=True)
-
-
-def generated(manager: Any, prompt: list[int]) -> list[int]:
-    request = manager.add_request(prompt, max_new_tokens=24)
-    answer: list[int] = manager.get_result(request, timeout=60).generated_tokens
-    return answer
-
-
-async def test_continuous_batching_goes_on_elsewhere(folder: Path) -> None:
-    """From one manager to a cache and to another manager, and back from a cache."""
-    here = Transformers(folder)
-    expected = here.answer(PROMPT, here.cache(), 0, 24)
-    other = PROMPT[::-1]
-    async with BlockStore.open(["memory:1MiB"]) as store:
-        kept = here.kept(store, here.model, weights="w")
-        assert isinstance(kept, TransformersCaches)
-        with batching(here.model) as manager:
-            shared = ContinuousBatching(kept, manager)
-            assert await shared.get(PROMPT) == 0
-            assert await asyncio.to_thread(generated, manager, PROMPT) == expected
-            assert await shared.get(PROMPT) == 48
-            assert await shared.put([*PROMPT, *expected]) >= 64
-        here.model.set_attn_implementation("sdpa")
-        cache = here.cache()
-        assert await kept.get(PROMPT, cache) == 48
-        assert here.answer(PROMPT, cache, 48, 24) == expected
-        second = here.cache()
-        wanted = here.answer(other, second, 0, 24)
-        assert await kept.put([*other, *wanted], second) == 64
-        with batching(here.model) as manager:
-            shared = ContinuousBatching(kept, manager)
-            assert await shared.get(PROMPT) == 48
-            free = manager.batch_processor.cache.compute_free_capacity(relative=False)
-            with manager.pause():
-                assert manager.batch_processor.cache.evict_cached_blocks()
-            assert await shared.get(PROMPT) == 48
-            after = manager.batch_processor.cache.compute_free_capacity(relative=False)
-            assert after == free
-            assert await shared.get(other) == 48
-            assert await asyncio.to_thread(generated, manager, other) == wanted
-            assert await asyncio.to_thread(generated, manager, PROMPT) == expected
-        with (
-            batching(here.model, page_size=32) as manager,
-            pytest.raises(UsageError, match="page_size=32"),
-        ):
-            await ContinuousBatching(kept, manager).get(PROMPT)
 
 
 def windowed(engine: str, folder: Path) -> Engine:
