@@ -26,12 +26,12 @@ import numpy as np
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Bits, BlockLists
 from kvwire.kv.canonical import Canonical
-from kvwire.kv.codecs.floats import FLOATS, Bytes, as_floats, put_floats
-from kvwire.kv.codecs.rows import RowCodec
+from kvwire.kv.floats import FLOATS, Bytes, as_floats, put_floats
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.layout import AXES, AxisOrder, extents_of
 from kvwire.kv.mapping import GroupMap, Steps
 from kvwire.kv.paged import GroupSource, PagedCache
+from kvwire.kv.row_codec import RowCodec
 from kvwire.kv.spec import KVSpec
 
 Move: TypeAlias = Callable[["Fragments | memoryview", "Fragments | memoryview"], None]

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 
 from kvwire.errors import RequestCancelled
 from kvwire.kv.blocks import BlockLists
-from kvwire.kv.codecs.rows import row_codec
 from kvwire.kv.coded_cache import CodedCache, Move
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.landed import Landed
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import Segment, TransferPlan
+from kvwire.kv.row_codec import row_codec
 from kvwire.memory.copy import as_fragments, copy
 from kvwire.memory.device.device_copies import DeviceCopies, DeviceFailed
 from kvwire.transfers.event_wait import Failure

@@ -7,9 +7,9 @@ from typing import Any, Final, TypedDict
 
 from kvwire.errors import UsageError, nearest
 from kvwire.kv.blocks import BlockLists
-from kvwire.kv.codecs.rows import TransferCodec
 from kvwire.kv.geometry import Tokens, checked_tokens
 from kvwire.kv.paged import PagedCache
+from kvwire.kv.row_codec import TransferCodec
 from kvwire.limits import KV_BLOCKS_MAX, TRANSFER_ID_BYTES_MAX
 from kvwire.transfers.dedup import Hashes, Have
 from kvwire.types import Deadline, plain, whole

@@ -8,12 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import UsageError
-from kvwire.kv.codecs.floats import FLOATS, as_floats, put_floats
-from kvwire.kv.codecs.rows import ROW_CODECS, RowCodec
 from kvwire.kv.coded_cache import CodedCache
+from kvwire.kv.floats import FLOATS, as_floats, put_floats
 from kvwire.kv.geometry import describe
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, TransferPlan
+from kvwire.kv.row_codec import ROW_CODECS, RowCodec
 from kvwire.kv.spec import KVSpec
 from kvwire.memory.copy import copy
 from tests.kv.reference import STORED_AS, Element

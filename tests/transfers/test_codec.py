@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import kvwire
-from kvwire.kv.codecs.rows import ROW_CODECS, TransferCodec, row_codec
 from kvwire.kv.coded_cache import CodedCache
+from kvwire.kv.row_codec import ROW_CODECS, TransferCodec, row_codec
 from tests.support import inside
 from tests.support.caches import BLOCKS, FREE, LAYERS, RANKS, SPEC, Memory
 from tests.support.simulated_device import SimulatedDevice

@@ -7,7 +7,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from kvwire import UsageError
-from kvwire.kv.codecs.rows import ROW_CODECS
+from kvwire.kv.row_codec import ROW_CODECS
 from kvwire.types import Address
 from kvwire_vllm.config import VllmSettings, read_settings
 

@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 import kvwire
 from demo.book import Tokenizer, passages
 from demo.numpy_llama import Floats, NumpyLlama, Plain
-from kvwire.kv.codecs.floats import put_floats
+from kvwire.kv.floats import put_floats
 from kvwire_certify.bench.report import head, new_table, short
 from kvwire_store.codecs.base import ImageForm, form_of
 from kvwire_store.codecs.entry import decode_entry, encode_entry

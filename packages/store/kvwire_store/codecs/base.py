@@ -23,7 +23,7 @@ from functools import lru_cache
 from hashlib import sha256
 from typing import Final
 
-from kvwire.kv.codecs.floats import Bytes
+from kvwire.kv.floats import Bytes
 from kvwire.kv.layout import extents_of
 from kvwire.kv.spec import DTYPE_BYTES, DType, KVSpec
 

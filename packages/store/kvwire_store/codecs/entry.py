@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from kvwire.errors import IntegrityError
-from kvwire.kv.codecs.floats import Bytes
+from kvwire.kv.floats import Bytes
 from kvwire_store.codecs.base import FORM_BYTES, BlockCodec, ImageForm
 from kvwire_store.codecs.registry import CODECS
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvwire.errors import IntegrityError
 from kvwire.extras import needed_by
-from kvwire.kv.codecs.floats import Bytes
+from kvwire.kv.floats import Bytes
 from kvwire_store.codecs.base import BlockCodec, ImageForm
 
 _LENGTH: Final = np.dtype("<u4")

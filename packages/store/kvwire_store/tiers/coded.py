@@ -22,7 +22,7 @@ import numpy as np
 from kvwire.aio import gather_all
 from kvwire.errors import IntegrityError, UsageError
 from kvwire.kv.blocks import Ids
-from kvwire.kv.codecs.floats import Bytes
+from kvwire.kv.floats import Bytes
 from kvwire.kv.fragments import Fragments
 from kvwire_store.address import TierAddress
 from kvwire_store.codecs.base import BlockCodec, form_of

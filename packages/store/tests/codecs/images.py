@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from kvwire.kv.codecs.floats import FLOATS, Bytes, as_floats, put_floats
+from kvwire.kv.floats import FLOATS, Bytes, as_floats, put_floats
 from kvwire.kv.spec import DTYPE_BYTES, KVSpec
 from kvwire_store.codecs.base import ImageForm, form_of
 

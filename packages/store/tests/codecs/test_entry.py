@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import IntegrityError, UsageError
-from kvwire.kv.codecs.floats import Bytes
+from kvwire.kv.floats import Bytes
 from kvwire_store.codecs.base import BlockCodec, ImageForm
 from kvwire_store.codecs.entry import HEAD_BYTES, decode_entry, encode_entry
 from kvwire_store.codecs.planes import PlanesCodec

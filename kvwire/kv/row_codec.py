@@ -3,8 +3,7 @@
 A transfer moves any part of a cache, in any order, to a cache that may have other block
 sizes or shards. So its codec works on *rows*, not blocks: a row is the elements of one
 head of one token. It is encoded to the same number of bytes whatever its values are,
-with its own scales after the codes. The codecs of stored blocks are others: they
-scale larger groups, and may leave a block unchanged.
+with its own scales after the codes.
 
 =========  ============================  ====================  ================
 codec      codes                         then                  128 x bfloat16
@@ -27,19 +26,16 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from kvwire.errors import UsageError, nearest
-from kvwire.kv.codecs.codes import (
-    INT4_MAX,
-    SCALE_MIN,
-    of_codes,
-    pack_nibbles,
-    scale_of,
-    to_codes,
-    unpack_nibbles,
-)
-from kvwire.kv.codecs.floats import Bytes, Floats
+from kvwire.kv.floats import E4M3_MAX, Bytes, Floats, of_e4m3, to_e4m3
 
 TransferCodec: TypeAlias = Literal["fp8", "int8", "int4"]
 """The possible values of a transfer's ``codec=``."""
+
+# The largest number of each code of 8 bits, and the largest code of 4 bits.
+_LARGEST: Final = {"fp8": E4M3_MAX, "int8": 127.0}
+_INT4_MAX: Final = 15
+# The smallest scale: dividing by a smaller one could overflow.
+_SCALE_MIN: Final = np.float32(2.0**-100)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +56,9 @@ class RowCodec:
             if self.name == "int4":
                 codes, numbers = _nibbles(rows)
             else:
-                numbers = scale_of(rows, 1, self.name)
+                numbers = _scale_of(rows, self.name)
                 _mark_unfinite(rows, numbers)
-                codes = to_codes(rows, numbers, self.name)
+                codes = _to_codes(rows, numbers, self.name)
         into[:, : codes.shape[1]] = codes
         into[:, codes.shape[1] :] = numbers.view(np.uint8)
 
@@ -73,11 +69,11 @@ class RowCodec:
         numbers = np.ascontiguousarray(encoded[:, width:]).view(np.float32)
         with np.errstate(all="ignore"):
             if self.name == "int4":
-                rows = unpack_nibbles(codes, head_dim)
+                rows = _unpack_nibbles(codes, head_dim)
                 rows *= numbers[:, 1:]
                 rows += numbers[:, :1]
             else:
-                rows = of_codes(codes, self.name)
+                rows = _of_codes(codes, self.name)
                 rows *= numbers
         return rows
 
@@ -108,13 +104,13 @@ def _nibbles(rows: Floats) -> tuple[Bytes, Floats]:
     """Return the packed codes of rows, and each row's smallest value and step."""
     least = rows.min(1, keepdims=True)
     most = rows.max(1, keepdims=True)
-    step = np.maximum((most - least) / np.float32(INT4_MAX), SCALE_MIN)
+    step = np.maximum((most - least) / np.float32(_INT4_MAX), _SCALE_MIN)
     _mark_unfinite(rows, step)
     rows -= least
     rows /= step
-    np.clip(np.rint(rows, out=rows), 0, INT4_MAX, out=rows)
+    np.clip(np.rint(rows, out=rows), 0, _INT4_MAX, out=rows)
     codes = np.nan_to_num(rows, copy=False).astype(np.uint8)
-    return pack_nibbles(codes), np.concatenate((least, step), axis=1)
+    return _pack_nibbles(codes), np.concatenate((least, step), axis=1)
 
 
 def _mark_unfinite(rows: Floats, scale: Floats) -> None:
@@ -123,3 +119,42 @@ def _mark_unfinite(rows: Floats, scale: Floats) -> None:
     if wrong.any():
         scale[wrong] = np.nan
         rows[wrong] = 0
+
+
+def _scale_of(rows: Floats, code: str) -> Floats:
+    """Return the divisor for each row that makes its numbers fit a code."""
+    peak = np.maximum(rows.max(1, keepdims=True), -rows.min(1, keepdims=True))
+    scale: Floats = np.maximum(peak / np.float32(_LARGEST[code]), _SCALE_MIN)
+    return scale
+
+
+def _to_codes(values: Floats, scale: Floats, code: str) -> Bytes:
+    """Return the codes of ``values / scale``; overwrites the (finite) ``values``."""
+    largest = np.float32(_LARGEST[code])
+    values /= scale
+    np.clip(values, -largest, largest, out=values)
+    if code == "fp8":
+        return to_e4m3(values)
+    return np.rint(values, out=values).astype(np.int8).view(np.uint8)
+
+
+def _of_codes(codes: Bytes, code: str) -> Floats:
+    """Return codes as numbers, not yet multiplied by their scale."""
+    if code == "fp8":
+        return of_e4m3(codes)
+    return np.ascontiguousarray(codes).view(np.int8).astype(np.float32)
+
+
+def _pack_nibbles(codes: Bytes) -> Bytes:
+    """Pack pairs of 4-bit codes into bytes, the first in the lower half."""
+    packed = codes[..., ::2].copy()
+    packed[..., : codes.shape[-1] // 2] |= codes[..., 1::2] << np.uint8(4)
+    return packed
+
+
+def _unpack_nibbles(packed: Bytes, count: int) -> Floats:
+    """Return the first ``count`` 4-bit codes along the last axis, as float32."""
+    values = np.empty((*packed.shape[:-1], count), np.float32)
+    values[..., ::2] = packed & np.uint8(15)
+    values[..., 1::2] = packed[..., : count // 2] >> np.uint8(4)
+    return values

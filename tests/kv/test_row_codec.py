@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvwire.errors import UsageError
-from kvwire.kv.codecs.floats import Floats
-from kvwire.kv.codecs.rows import ROW_CODECS, RowCodec, row_codec
+from kvwire.kv.floats import Floats
+from kvwire.kv.row_codec import ROW_CODECS, RowCodec, row_codec
 from tests.support.depth import examples
 
 CODECS = list(ROW_CODECS.values())

@@ -1,1 +1,0 @@
-"""Codecs of transfers, which send KV as fewer bytes."""
