@@ -82,10 +82,7 @@ class TierStack:
 
         Cancel safety: safe, it only reads.
         """
-        slots = self.memory.index.find(keys)
-        here = slots >= 0
-        orders = np.full(keys.size, ABSENT, np.uint8)
-        orders[here] = self.memory.index.orders(slots[here])
+        orders = self.memory.orders(keys)
         for tier in self.below:
             lacking = orders == ABSENT
             if not any_of(lacking):

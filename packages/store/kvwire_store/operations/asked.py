@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvwire.kv.blocks import BlockLists, any_of
+from kvwire.kv.blocks import Bits, BlockLists, any_of
 from kvwire.kv.outcome import Outcome, Timings, outcome_of_all
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanTemplate
@@ -137,32 +137,25 @@ class AskedGet:
             self._tiers.memory.in_flight.end(self._request.keys)
 
     def _copy(self, answer: TierAnswer) -> None:
-        memory = self._tiers.memory
-        nbytes = self._request.namespace.image_bytes
         keys = self._request.keys
-        here = answer.landed
-        if here is not None:
-            keys = keys[here]
-        taken = memory.take_now(nbytes, keys.size, self._tenant)
-        # If there is not room for all, the head of the chain stays.
-        count = taken.size
-        if not count:
-            return
-        try:
-            images = memory.images(taken, nbytes)
-            copy(answer.images[: count * nbytes], images)
-        except BaseException:
-            memory.give_back(taken)
-            raise
-        keys = keys[:count]
         orders = np.frombuffer(answer.orders, np.uint8)
-        kept = np.frombuffer(answer.kept, np.bool_) if answer.kept else None
-        if here is not None:
+        below: Bits | bool = True
+        if answer.kept:
+            below = np.frombuffer(answer.kept, np.bool_)
+        if answer.landed is not None:
+            here = answer.landed
+            keys = keys[here]
             orders = orders[here]
-            kept = None if kept is None else kept[here]
-        memory.below[taken] = True if kept is None else kept[:count]
-        memory.index.name(keys, taken, self._born, orders[:count])
-        memory.unpin(taken)
+            below = below if isinstance(below, bool) else below[here]
+        self._tiers.memory.fill_now(
+            keys,
+            answer.images,
+            self._request.namespace.image_bytes,
+            self._tenant,
+            orders,
+            born=self._born,
+            below=below,
+        )
 
     def _answered(self, answer: TierAnswer | None) -> None:
         work: GetOperation | None = None

@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import types
-from collections.abc import Awaitable, Coroutine, Generator
+from collections.abc import Awaitable
 from datetime import timedelta
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -204,14 +203,14 @@ class ClientSession:
     def _answer(self, request: AnyRequest) -> Awaitable[object] | None:
         """Start to answer a request; return the rest of the work, or None if done."""
         match request:
-            case Put() if request.images and not self._tiers.below:
-                return _begun(self._put(request))
             case Put():
                 return self._put(request)
             case Get():
                 return self._get(request)
             case Find() if not self._tiers.below:
-                return _begun(self._find(request))
+                keys = request.names.keys_of(self._tenant)
+                orders = self._tiers.memory.orders(keys)
+                return self._send(Found(request.number, orders.tobytes()))
             case Find():
                 return self._find(request)
             case Touch():
@@ -297,8 +296,8 @@ class ClientSession:
             orders[~await self._tiers.kept(keys, touch=False)] = ABSENT
         await self._answer_with(Found(request.number, orders.tobytes()))
 
-    async def _put(self, request: Put) -> None:
-        """Put blocks into the store, from the request or from the message after it."""
+    def _put(self, request: Put) -> Awaitable[object] | None:
+        """Store a few blocks at once if that is possible; otherwise return the work."""
         keys = request.names.keys_of(self._tenant)
         namespace, refusal = self._namespace(request, keys.size)
         image_bytes = namespace.image_bytes
@@ -309,14 +308,52 @@ class ClientSession:
             )
         refusal = refusal or self._write_refusal(namespace)
         if refusal:
-            await self._answer_with(_all(request, BlockResult.REFUSED, refusal))
-            return
-        if request.images:
-            sent = np.frombuffer(request.images, np.uint8)
-            images = images_in(sent, image_bytes, keys.size)
-            blocks = ImageRequest(namespace, keys, images, request.order)
-            await self._answer_with(await self._keep(request, blocks))
-            return
+            return self._send(_all(request, BlockResult.REFUSED, refusal))
+        if not request.images:
+            return self._put_many(request, namespace, keys)
+        if self._stored(request, namespace, keys):
+            return self._send(StoreDone(request.number, bytes(keys.size)))
+        return self._put_few(request, namespace, keys)
+
+    def _stored(self, request: Put, namespace: Namespace, keys: Keys) -> bool:
+        """Copy the images in a request into memory; return whether all have room now.
+
+        Those that have not, and those that memory has already, go the long way.
+        """
+        tiers = self._tiers
+        memory = tiers.memory
+        nbytes = namespace.image_bytes
+        named = namespace.tenant
+        tenant = tiers.tenants.number(named) if named else 0
+        if (
+            tiers.below
+            or not memory.index.fits(nbytes, tenant)
+            or len(set(keys.tolist())) < keys.size
+            or memory.has_any(keys)
+        ):
+            return False
+        images = request.images
+        count = memory.fill_now(keys, images, nbytes, tenant, request.order)
+        memory.counts.written_blocks += count
+        if count:
+            tiers.namespaces[namespace.digest] = namespace
+        if count < keys.size:
+            return False
+        self._written_bytes += len(images)
+        for counters in tiers.counters_of(namespace):
+            counters.put_ended(len(images), there=count, blocks=count, present=0)
+        return True
+
+    async def _put_few(self, request: Put, namespace: Namespace, keys: Keys) -> None:
+        """Put the blocks in a request into the store."""
+        sent = np.frombuffer(request.images, np.uint8)
+        images = images_in(sent, namespace.image_bytes, keys.size)
+        blocks = ImageRequest(namespace, keys, images, request.order)
+        await self._answer_with(await self._keep(request, blocks))
+
+    async def _put_many(self, request: Put, namespace: Namespace, keys: Keys) -> None:
+        """Put blocks into the store from the message after their request."""
+        image_bytes = namespace.image_bytes
         async with self._berths.one() as berth:
             slots = await self._slots_for(keys, namespace)
             images = images_in(berth, image_bytes, keys.size)
@@ -577,31 +614,6 @@ class ClientSession:
         if namespace.digest not in known and len(known) >= STORE_NAMESPACES_MAX:
             return f"it already has blocks of {STORE_NAMESPACES_MAX} kinds of caches"
         return ""
-
-
-def _begun(work: Coroutine[Any, Any, object]) -> Awaitable[object] | None:
-    """Start work that usually waits for nothing; return the rest, or None if done."""
-    try:
-        return _going_on(work, work.send(None))
-    except StopIteration:
-        return None
-
-
-@types.coroutine
-def _going_on(
-    coroutine: Coroutine[Any, Any, object], waits_for: object
-) -> Generator[Any, Any, None]:
-    """Continue a coroutine that was started and waits for something."""
-    try:
-        while True:
-            try:
-                yield waits_for
-            except BaseException as exc:  # noqa: BLE001 - it goes on to whom it is for
-                waits_for = coroutine.throw(exc)
-            else:
-                waits_for = coroutine.send(None)
-    except StopIteration:
-        return
 
 
 def _not_another(tenant: str, other: str) -> str:

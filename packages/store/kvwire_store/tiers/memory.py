@@ -34,16 +34,18 @@ from kvwire.aio import start_task
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.memory.arena import Arena, may_share
+from kvwire.memory.copy import copy
 from kvwire.memory.generations import Generations
 from kvwire_store.images import line_of, rows
 from kvwire_store.index import Index
-from kvwire_store.keys import IndexedSlots, Key, Keys, as_keys, once
+from kvwire_store.keys import IndexedSlots, Key, Keys, Orders, as_keys, once
 from kvwire_store.limits import (
     STORE_BATCH_BYTES,
     STORE_HEADROOM_BYTES,
     STORE_NAMESPACES_TOLD,
     STORE_SLABS,
 )
+from kvwire_store.namespace import ABSENT
 from kvwire_store.shared_index import SharedIndex, words_for
 from kvwire_store.tiers.base import TierStats
 from kvwire_store.tiers.slabs import rounded
@@ -119,6 +121,16 @@ class MemoryTier:
             shared.add(*named, self.index.orders(named.slots))
             self.index.shared = shared
         return self._shared
+
+    def orders(self, keys: Keys) -> Orders:
+        """Return the order of each block's image, or ``ABSENT``."""
+        slots = self.index.find(keys)
+        if all_of(slots >= 0):
+            return self.index.orders(slots)
+        here = slots >= 0
+        orders = np.full(keys.size, ABSENT, np.uint8)
+        orders[here] = self.index.orders(slots[here])
+        return orders
 
     def images(self, slots: Ids, nbytes: int) -> Fragments:
         """Return the images in some slots, one fragment each."""
@@ -201,15 +213,19 @@ class MemoryTier:
     def take_now(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take up to ``count`` slots that need no waiting; each is pinned.
 
-        Blocks are evicted for them only if a lower tier has kept these.
+        With lower tiers, blocks are evicted for them only if one of these has kept
+        them.
         """
         slots = self.index.take(nbytes, count, tenant)
         if slots.size < count and not self._ahead:
+            if news := self.index.slabs.news_of(nbytes):
+                logger.warning("the memory tier lacks room: %s", news)
             lacking = count - slots.size
             more_bytes = 0 if tenant else self._more_bytes
             needed = max(lacking, more_bytes // nbytes)
             named = self.index.victims(nbytes, needed, tenant)
-            if named.slots.size and all_of(self.below[named.slots]):
+            may_go = self._demote is None or all_of(self.below[named.slots])
+            if may_go and named.slots.size:
                 more = self.index.replace(*named, nbytes, lacking, tenant)
                 slots = np.concatenate((slots, more)) if slots.size else more
                 slots.sort()
@@ -219,6 +235,48 @@ class MemoryTier:
             self._keep_headroom(nbytes)
         self.below[slots] = self.untaken[slots] = False
         return slots
+
+    def fill_now(
+        self,
+        keys: Keys,
+        line: memoryview,
+        nbytes: int,
+        tenant: int,
+        orders: Orders | int,
+        *,
+        born: float | None = None,
+        below: Bits | bool = False,
+    ) -> int:
+        """Copy blocks that are not here into slots that need no waiting.
+
+        If there is not room for all, those at the head of the chain stay.
+
+        Args:
+            keys: The blocks' keys, each once.
+            line: Their images, one after the other.
+            nbytes: The bytes of an image.
+            tenant: The number of the tenant that owns them.
+            orders: The order of each image, or of all.
+            born: When they were put; None for now.
+            below: Whether a lower tier has kept each, or all.
+
+        Returns:
+            The number of blocks that have room.
+        """
+        taken = self.take_now(nbytes, keys.size, tenant)
+        count = taken.size
+        if not count:
+            return 0
+        try:
+            copy(line[: count * nbytes], self.images(taken, nbytes))
+        except BaseException:
+            self.give_back(taken)
+            raise
+        self.below[taken] = below if isinstance(below, bool) else below[:count]
+        known = orders if isinstance(orders, int) else orders[:count]
+        self.index.name(keys[:count], taken, born, known)
+        self.unpin(taken)
+        return count
 
     def give_back(self, slots: Ids) -> None:
         """Free taken slots that will not get a key."""
