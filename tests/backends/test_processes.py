@@ -53,11 +53,6 @@ async def comm(request: pytest.FixtureRequest) -> AsyncIterator[Communicator]:
         yield found
 
 
-def keeps_memory(comm: Communicator, what: str) -> bool:
-    """Whether a peer that is stopped keeps memory in quarantine until it goes on."""
-    return "nixl" in comm.config.require and what == "getting"
-
-
 def now() -> float:
     return asyncio.get_running_loop().time()
 
@@ -116,27 +111,6 @@ async def test_a_killed_peer_is_known_and_all_memory_is_free(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", WORK)
-async def test_a_stopped_peer_is_known_and_all_memory_is_free(
-    comm: Communicator, what: str
-) -> None:
-    async with child(comm) as there:
-        requests = await under_way(there, what)
-        stopped = now()
-        there.signal(signal.SIGSTOP)
-        await until(lambda: there.connection.closed)
-        if keeps_memory(comm, what):
-            there.signal(signal.SIGCONT)
-        await there.connection.wait_closed()
-        took_s = now() - stopped
-        print(f"stopped while {what}: known after {took_s:.2f} s")
-        assert took_s < INTERVAL_S * (MISSES + 1) + SLACK_S
-        await all_end(comm, requests, (PeerUnresponsive,))
-        there.signal(signal.SIGCONT)
-        assert await there.last_words() != ""
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "comm", [pytest.param("nixl", marks=needs_nixl)], indirect=True
 )
@@ -155,18 +129,6 @@ async def test_memory_in_quarantine_is_free_when_the_stopped_peer_dies(
         there.signal(signal.SIGKILL)
         await there.connection.wait_closed()
         await all_end(comm, requests, (PeerUnresponsive,))
-
-
-@pytest.mark.slow
-async def test_a_peer_that_comes_back_is_served_again(comm: Communicator) -> None:
-    """One process after the other, killed in the middle of its connection."""
-    for ending in (signal.SIGKILL, signal.SIGTERM):
-        async with child(comm) as there:
-            await there.connection.send(1, bytes(HUGE))
-            assert (there.connection.transport,) == comm.config.require
-            there.signal(ending)
-            await there.connection.wait_closed()
-    assert len(inside.buffers(comm)) == 0
 
 
 # --- processes of their own -----------------------------------------------------------

@@ -6,8 +6,6 @@ process, and its streams run beside everything else.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
@@ -118,39 +116,6 @@ async def test_a_mark_waits_for_the_event_of_a_kernel(
 def kernel(array: SimulatedArray, values: Cache, layer: int) -> Callable[[], None]:
     """What a model's layer does to the cache."""
     return lambda: array.write(values.values[layer])
-
-
-async def test_blocks_that_a_kernel_still_reads(
-    pair: Pair, near: SimulatedDevice
-) -> None:
-    """kvwire writes from streams of its own, so the event is waited for first."""
-    compute, gate, seen = near.stream(), threading.Event(), list[bool]()
-    source, target = Cache(None), Cache(near, seed=None)
-
-    def read() -> None:
-        gate.wait()
-        seen.append(bool(target.blocks(TARGET).any()))
-
-    compute.call(read)
-    used = compute.record()
-
-    async def pull() -> Incoming:
-        await pair.far.fired(used)
-        return pair.right.pull("t", target.paged, TARGET)
-
-    pulling = asyncio.ensure_future(pull())
-    out = pair.near.publish("t", source.paged, SOURCE)
-    out.ready()
-    out.finish()
-    await turns(50)
-    assert not pulling.done()
-    gate.set()
-    inc = await pulling
-    assert (await inc).complete
-    assert seen == [False], "what a kernel was reading was overwritten"
-    await drained(out, inc)
-    assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
-    compute.close()
 
 
 async def test_an_event_that_fails_ends_the_transfer(
@@ -329,35 +294,6 @@ async def test_a_lane_that_breaks_gives_its_slots_back(near: SimulatedDevice) ->
         await inc.drained()
         await out.drained()
     assert np.array_equal(target.blocks(TARGET), source.blocks(SOURCE))
-
-
-async def test_memory_that_is_not_given_is_said_before_anything_moves(
-    pair: Pair, near: SimulatedDevice
-) -> None:
-    near.pinned_bytes_max = 0
-    source, target = Cache(near), Cache(None, seed=None)
-    inc = pair.right.pull("t", target.paged, TARGET)
-    out = pair.near.publish("t", source.paged, SOURCE)
-    outcome = await inc
-    assert "bytes of pinned memory were refused" in str(outcome.missing)
-    await drained(out, inc)
-
-
-async def test_a_device_that_is_gone_is_said_by_the_call(
-    pair: Pair, near: SimulatedDevice
-) -> None:
-    cache = Cache(near).paged
-    near.close()
-    with pytest.raises(UsageError, match="does not exist, or was closed"):
-        pair.near.publish("t", cache, SOURCE)
-
-
-async def test_a_link_that_cannot_be_paused_is_refused(
-    pair: Pair, near: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(inside.driver(pair.left).link), "pausable", False)
-    with pytest.raises(BackendUnavailable, match="cannot be paused"):
-        inside.staging(pair.left).open(near.device)
 
 
 async def test_the_event_of_a_layer(pair: Pair, near: SimulatedDevice) -> None:

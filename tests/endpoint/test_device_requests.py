@@ -135,16 +135,6 @@ async def test_puts_and_gets_between_any_memory(
         assert np.array_equal(got[nbytes - half :], values[:half])
 
 
-async def test_over_lanes(near: SimulatedDevice, far: SimulatedDevice) -> None:
-    values = content(2 * LARGE)
-    async with connected("tcp", chunk_bytes=64 * KIB, lanes=3) as pair:
-        target = zeros(far, values.nbytes)
-        received = pair.right.recv(1, into=target)
-        await pair.left.send(1, near.array(values))
-        assert await received == values.nbytes
-    assert np.array_equal(target.read(), values)
-
-
 # --- behind what the caller's stream does ---------------------------------------------
 
 

@@ -179,27 +179,6 @@ async def test_a_window_is_concealed(owner: OwnersCache) -> None:
         third.close()
 
 
-async def test_a_mapped_window_outlives_its_lane(owner: OwnersCache) -> None:
-    """Its generations still tell the truth; other memory ends with the lane."""
-    async with halves() as both:
-        reader = await opened(both, owner)
-        both.server.abort()
-        await both.at_client.end()
-        assert reader.owner_gone
-        if owner.arena is None:
-            cache = ReadersCache(owner)
-            with pytest.raises(ConnectionLost, match="the window's lane has ended"):
-                reader.read(cache.batch([1], tickets(owner, [1]), [1]))
-        else:
-            expect_landed(reader, owner, [1, 2])
-            cache = ReadersCache(owner)
-            batch = cache.batch([1], tickets(owner, [1]), [1])
-            owner.generations.close()
-            landed = reader.read(batch)
-            assert not any(landed)
-        reader.close()
-
-
 async def test_a_lane_that_this_side_ends_does_not_say_that_the_owner_left(
     owner: OwnersCache,
 ) -> None:
