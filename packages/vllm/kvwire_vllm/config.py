@@ -21,7 +21,6 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 LAYER: Final = "layer"
 CHUNK: Final = "chunk"
-REQUEST: Final = "request"
 
 # A mark costs the sending thread about 1 ms beside its bytes: as much as sending 4 MiB
 # (docs/topics/vllm.md).
@@ -42,9 +41,9 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         advertise: The host that peers dial, if it differs from ``listen``, such as
             ``"10.0.0.7"``. With a port, as in ``"10.0.0.7:17400"``, it is the first
             rank's address, and rank r has the port r higher.
-        stream: When prefill sends: each ``"layer"`` once it is written, each
+        stream: When prefill sends: each ``"layer"`` once it is written, or each
             ``"chunk"`` of a prompt after its forward pass (for engines that run full
-            CUDA graphs, where no layer hook is called), or the whole ``"request"``.
+            CUDA graphs, where no layer hook is called).
         group_bytes: With ``"layer"``, layers of a forward pass that are smaller than
             this are sent together, up to four times this size; the last one is sent
             alone.
@@ -73,7 +72,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     listen: str = "127.0.0.1:0"
     advertise: str = ""
-    stream: Literal["layer", "chunk", "request"] = LAYER
+    stream: Literal["layer", "chunk"] = LAYER
     group_bytes: _Count = GROUP_BYTES
     layout: Layout = ""
     peers: tuple[str, ...] = ()

@@ -41,7 +41,7 @@ from kvwire.kv.hashing import HashScheme
 from kvwire.limits import KV_BLOCK_TOKENS_MAX, PRIORITY_MAX
 from kvwire_vllm import tickets
 from kvwire_vllm.caches import CacheShape
-from kvwire_vllm.config import REQUEST, VllmSettings
+from kvwire_vllm.config import VllmSettings
 from kvwire_vllm.holes import HOLE, HoleFills
 from kvwire_vllm.identity import identity_of, tokens_say_all
 from kvwire_vllm.metadata import (
@@ -430,7 +430,7 @@ class SchedulerSide:
                 table.extend(new)
         prompt.written = min(one.stop, prompt.send.tokens)
         whole = prompt.written >= prompt.send.tokens
-        if not whole and (prompt.offered or self._settings.stream == REQUEST):
+        if prompt.offered and not whole:
             return
         new_blocks = self._new_blocks(prompt)
         if not prompt.begun:

@@ -338,7 +338,6 @@ def test_halves_of_a_batch_are_not_marked_by_hooks(
 def test_full_cuda_graphs_are_possible_where_no_hook_is_needed() -> None:
     assert KvwireConnector.requires_piecewise_for_cudagraph({})
     assert not KvwireConnector.requires_piecewise_for_cudagraph({"stream": "chunk"})
-    assert not KvwireConnector.requires_piecewise_for_cudagraph({"stream": "request"})
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def untouched(worker: Worker) -> bool:
 # --- sending --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
+@pytest.mark.parametrize("stream", ["layer", "chunk"])
 def test_a_layer_is_read_once_the_gpu_has_written_it(gpus: Gpus, stream: str) -> None:
     """The forward pass returns before its first kernel has run."""
     p = gpus.worker(stream=stream)

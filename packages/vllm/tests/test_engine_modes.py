@@ -52,7 +52,6 @@ class Way:
 WAYS: dict[str, Way] = {
     "a key head for each query head": Way("mha"),
     "chunk by chunk, sliding windows": Way("window", {"stream": "chunk"}),
-    "as a whole": Way("gqa", {"stream": "request"}),
     "two ranks to one": Way("gqa", prefill=(2, 1)),
     "one rank to two": Way("gqa", decode=(2, 1)),
     "two stages to one": Way("gqa", prefill=(1, 2)),

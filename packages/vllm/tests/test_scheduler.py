@@ -112,12 +112,22 @@ def test_a_prompt_in_chunks() -> None:
     assert scheduler.step(chunk("r", [10], 10, 1)).written == []
 
 
-def test_as_a_whole_it_is_sent_when_it_is_whole() -> None:
-    scheduler, _ = prefilling([7], stream="request")
+def offering(blocks: list[int]) -> SchedulerSide:
+    """A scheduler with a prompt that decode reads once it has been computed."""
+    scheduler = side()
+    serials = {(0, 0): b"s" * 16, (0, 1): b"t" * 16}
+    scheduler.set_addresses({(0, 1): "b:2", (0, 0): "a:1"}, serials)
+    request = Request("r", TOKENS, {"do_remote_decode": True})
+    scheduler.allocated(request, [blocks], 0)
+    return scheduler
+
+
+def test_a_prompt_is_offered_when_it_is_whole() -> None:
+    scheduler = offering([7])
     assert scheduler.step(first_step([7], 4)).sends == []
     step = scheduler.step(chunk("r", [8, 9], 4, 6))
     assert [send.blocks["0"] for send in step.sends] == [[7, 8, 9]]
-    assert step.written[0].stop == 10
+    assert not step.written
 
 
 @pytest.mark.parametrize("ran", [True, False])
@@ -157,8 +167,8 @@ def test_a_prompt_preempted_and_over_between_two_steps(tokens: int, told: bool) 
     assert not scheduler.step(Output({})).fenced
 
 
-def test_a_prompt_preempted_before_it_was_sent_starts_over() -> None:
-    scheduler, _ = prefilling([7], stream="request")
+def test_a_prompt_preempted_before_it_was_offered_starts_over() -> None:
+    scheduler = offering([7])
     scheduler.step(first_step([7], 4))
     scheduler.step(Output({}, preempted_req_ids={"r"}))
     step = scheduler.step(chunk("r", [1, 2, 3], 0, 10))

@@ -20,7 +20,7 @@ from tests.support.traces import Traces
 from tests.support.waiting import eventually
 
 
-@pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
+@pytest.mark.parametrize("stream", ["layer", "chunk"])
 def test_a_prompt_arrives(stream: str) -> None:
     with steps.workers(stream=stream) as (p, d):
         steps.ask(d, p)
@@ -42,7 +42,7 @@ def test_chunks_leave_before_the_prompt_is_whole() -> None:
         assert steps.arrives(d)
 
 
-@pytest.mark.parametrize("stream", ["layer", "chunk", "request"])
+@pytest.mark.parametrize("stream", ["layer", "chunk"])
 def test_results_are_asked_for_before_a_draft_model_has_run(stream: str) -> None:
     """As vLLM's second model runner does: the drafter writes the last layer later."""
     *model, draft = fakes.NAMES
