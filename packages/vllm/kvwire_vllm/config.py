@@ -26,8 +26,6 @@ CHUNK: Final = "chunk"
 # (docs/topics/vllm.md).
 GROUP_BYTES: Final = 4 * MIB
 
-# vLLM's names for the order of layers, blocks, heads and tokens in memory.
-Layout: TypeAlias = Literal["", "LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 _PORT_MAX: Final = 65_535
 _Count: TypeAlias = Annotated[int, Meta(ge=0)]
 
@@ -47,8 +45,6 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
         group_bytes: With ``"layer"``, layers of a forward pass that are smaller than
             this are sent together, up to four times this size; the last one is sent
             alone.
-        layout: The memory layout that vLLM should use, such as ``"BLHNC"``, which keeps
-            all layers of a block together; "" for vLLM's choice.
         peers: The addresses of other engines' ranks that requests may name. By default,
             requests may name addresses signed with the key of ``psk_file`` and, with
             trust ``"loopback"``, any address on this host.
@@ -74,7 +70,6 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True):
     advertise: str = ""
     stream: Literal["layer", "chunk"] = LAYER
     group_bytes: _Count = GROUP_BYTES
-    layout: Layout = ""
     peers: tuple[str, ...] = ()
     fingerprint: str = ""
     codec: Literal["", "fp8", "int8", "int4"] = ""

@@ -192,12 +192,6 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         settings, _ = read_settings(extra_config, {})
         return settings.stream == LAYER
 
-    @classmethod
-    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        settings, _ = read_settings(extra, {})
-        return settings.layout or None
-
 
 def _hole_fills(
     settings: VllmSettings, shapes: Sequence[CacheShape], vllm_config: Any

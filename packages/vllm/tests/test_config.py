@@ -31,7 +31,6 @@ def test_what_is_not_ours_is_for_kvwire() -> None:
         ({"group_bytes": 1.5}, "group_bytes=1.5"),
         ({"group_bytes": True}, "group_bytes=True"),
         ({"fence_s": 0}, "fence_s=0"),
-        ({"layout": "NHD"}, "layout='NHD': .*known are BHLNC, BLHNC"),
         ({"peers": "a:1"}, "peers='a:1': Expected `list`"),
         ({"peers": ["a"]}, "no port"),
         ({"http": "h:1"}, "http='h:1'"),

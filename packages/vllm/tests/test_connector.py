@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import prometheus_client
 import pytest
@@ -50,7 +50,6 @@ with warnings.catch_warnings():
         find_layout,
         stage_layers,
     )
-    from kvwire_vllm.config import Layout
     from kvwire_vllm.connector import (
         KvwireConnector,
         _answer_limits,
@@ -241,14 +240,6 @@ def test_both_sides_give_what_they_have_counted() -> None:
     assert scheduler.get_kv_connector_stats() is None
     with worker() as made:
         assert made.get_kv_connector_stats() is None
-
-
-def test_the_layout_that_is_asked_for() -> None:
-    assert {"", *ORDERS} == set(get_args(Layout))
-    said, _ = configs(attention())
-    assert KvwireConnector.get_required_kvcache_layout(said) is None
-    said.kv_transfer_config.kv_connector_extra_config = {"layout": "BLHNC"}
-    assert KvwireConnector.get_required_kvcache_layout(said) == "BLHNC"
 
 
 def test_decode_reads_what_vllm_keeps() -> None:

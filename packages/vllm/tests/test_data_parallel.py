@@ -21,22 +21,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = make_model("gqa", folder)
     transfer = {"lease_s": 60.0, "require": ["tcp"]}
     twice = ("--data-parallel-size", "2")
-    together = {**transfer, "layout": "BLHNC"}
     made = [
-        engine(model, folder, "prefill", 0, together, *twice),
+        engine(model, folder, "prefill", 0, transfer, *twice),
         engine(model, folder, "decode", 1, transfer),
     ]
     made[0].environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     made[0].environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with running(*made):
         yield Pair(*made)
-
-
-def test_vllm_hears_which_layout_is_wanted(pair: Pair) -> None:
-    """On CPUs it has no other than its own, and says so."""
-    asked = "KV connector cache layout BLHNC"
-    assert asked in pair.prefill.log.read_text(errors="replace")
-    assert asked not in pair.decode.log.read_text(errors="replace")
 
 
 def test_tokens_are_those_of_local_generation(pair: Pair) -> None:
