@@ -97,6 +97,8 @@ def block_lists(
         UsageError: A group is unknown or missing, an id is out of range or listed
             twice, or the lists are too long or too short in total.
     """
+    if type(blocks) is list and (few := _few(blocks, pools, least)) is not None:
+        return few
     # The abstract class comes last, because checking it takes several times as long.
     if isinstance(blocks, list | np.ndarray) or not isinstance(blocks, Mapping):
         if len(pools) != 1:
@@ -123,6 +125,19 @@ def block_lists(
         total += lists[name].size
     if not least <= total <= limits.KV_BLOCKS_MAX:
         raise _wrong_total(total)
+    return lists
+
+
+def _few(ids: list[int], pools: Mapping[str, int], least: int) -> BlockLists | None:
+    """Return a short list of a cache with one group; None if it is not both."""
+    if len(pools) != 1 or not least <= len(ids) <= _FEW:
+        return None
+    ((name, num_blocks),) = pools.items()
+    if not ids or not _are_right(ids, num_blocks):
+        return None
+    lists = BlockLists()
+    lists.pools = pools
+    lists[name] = np.array(ids, np.int64)
     return lists
 
 
@@ -459,6 +474,8 @@ def _are_distinct(ids: Ids, num_blocks: int) -> bool:
 
 def _are_right(ids: list[int], num_blocks: int) -> bool:
     """Return whether a list has distinct ids in range, and is not empty."""
+    if len(ids) == 1:
+        return type(ids[0]) is int and 0 <= ids[0] < num_blocks
     return (
         set(map(type, ids)) == {int}
         and min(ids) >= 0

@@ -88,8 +88,7 @@ class Fragments:
     ) -> Fragments:
         """Return fragments of one length, at least 1, and join adjacent ones."""
         count = addresses.size
-        columns = _few_columns if count <= _FEW else _columns
-        lengths, starts = columns(count, length)
+        lengths, starts = columns_of(count, length)
         touches = addresses[1:] == addresses[:-1] + np.uint64(length)
         made = cls(
             addresses,
@@ -192,8 +191,12 @@ class Fragments:
         return part
 
 
+def columns_of(count: int, length: int) -> tuple[Array, Array]:
+    """Return the lengths and starts of fragments of one length, both read-only."""
+    return _few_columns(count, length) if count <= _FEW else _columns(count, length)
+
+
 def _columns(count: int, length: int) -> tuple[Array, Array]:
-    """Return the lengths and starts of fragments of one length; nobody changes them."""
     lengths = np.empty(count, np.uint64)
     lengths.fill(length)
     starts = np.arange(0, count * length + 1, length, dtype=np.uint64)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvwire.kv.blocks import Ids
+from kvwire.kv.fragments import columns_of
 from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.pieces import copy_pieces
 from kvwire.windows.map import BlockPlaces
@@ -30,9 +31,8 @@ def move_granules(place: BlockPlaces, offsets: Ids, line: int, *, gather: bool) 
     """Copy granules to or from a contiguous range; return the number of bytes."""
     addresses, run = place.in_order(offsets)
     total = run * addresses.size
-    side_by_side = np.arange(line, line + total, run, dtype=np.uint64)
-    lengths = np.empty(addresses.size, np.uint64)
-    lengths.fill(run)
+    lengths, starts = columns_of(addresses.size, run)
+    side_by_side = starts[:-1] + np.uint64(line)
     if gather:
         copy_pieces(addresses, side_by_side, lengths, total)
     else:

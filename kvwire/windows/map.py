@@ -141,6 +141,8 @@ class BlockPlaces(Steps):
     def in_order(self, offsets: Ids) -> tuple[Array, int]:
         """Return the addresses of all pieces of some granules, in order."""
         pieces, run = self.pieces()
+        if offsets.size == 1:
+            return pieces + offsets.view(np.uint64), run
         return np.add.outer(offsets.view(np.uint64), pieces).ravel(), run
 
 
