@@ -80,10 +80,6 @@ class Worker:
         register()
         return [ray.put(one, _tensor_transport=NAME) for one in each]
 
-    def put_views(self, shape: list[int], ranges: list[tuple[int, int]]) -> list[Any]:
-        flat = torch.arange(*shape)
-        return [ray.put(flat[slice(*one)], _tensor_transport=NAME) for one in ranges]
-
     def get(self, refs: list[Any], **options: Any) -> list[Any]:
         return [ray.get(one, **options) for one in refs]
 

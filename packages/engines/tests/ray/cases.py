@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -171,27 +170,6 @@ def gc_rdt_metadata(a: Any, b: Any) -> None:
 
 
 @case
-def gc_del_ref_before_recv_finish(a: Any, b: Any) -> None:
-    ref = a.make.remote([ONE, b"1" * 100])
-    back = b.double.remote(ref)
-    del ref
-    same(ray.get(back), [ONE * 2, b"1" * 200])
-
-
-@case
-def send_duplicate_tensor(a: Any, b: Any) -> None:
-    one, two, three = torch.arange(9).reshape(3, 3)
-    for held in ({"1": one, "2": two}, {"1": one, "2": two}, {"1": one, "3": three}):
-        same(ray.get(b.back.remote(a.make.remote(held))), held)
-
-
-@case
-def zmq_numpy_transport_concurrent_receivers(a: Any, b: Any) -> None:
-    ref, others = a.make.remote(ONE), [b, actor(), actor()]
-    same(ray.get([one.double.remote(ref) for one in others]), [ONE * 2] * 3)
-
-
-@case
 def transfer_from_not_actor_creator(a: Any, b: Any) -> None:
     same(ray.get(actor().pass_on.remote(a, b)), torch.arange(3) * 2)
 
@@ -201,15 +179,6 @@ def out_of_order_actors(*_: Any) -> None:
     a, b = (actor(AsyncWorker, max_concurrency=10) for _ in range(2))
     refs = [b.back.remote(a.make.remote(torch.full((3,), i))) for i in range(100)]
     same(ray.get(refs), [torch.full((3,), i) for i in range(100)])
-
-
-@case
-def rdt_async_chain(*_: Any) -> None:
-    a, b, c = (actor(AsyncWorker) for _ in range(3))
-    tensor = torch.randn(100, 100)
-    first = a.back.options(tensor_transport=NAME).remote(tensor)
-    second = b.back.options(tensor_transport=NAME).remote(first)
-    same(ray.get(c.back.remote(second)), tensor)
 
 
 @case
@@ -264,13 +233,6 @@ CASES |= {name: partial(put, *how) for name, how in PUT.items()}
 
 
 @case
-def storage_level_overlapping_views(a: Any, b: Any) -> None:
-    refs = ray.get(a.put_views.remote([1, 6], [(0, 2), (1, 3), (2, 4)]))
-    want = [torch.arange(start, start + 2) for start in (1, 2, 3)]
-    same(ray.get(b.get.remote(refs)), want)
-
-
-@case
 def nixl_get_into_tensor_buffers(a: Any, b: Any) -> None:
     tensors = [torch.arange(3), torch.arange(4)]
     (ref,) = ray.get(a.put.remote([tensors]))
@@ -280,18 +242,6 @@ def nixl_get_into_tensor_buffers(a: Any, b: Any) -> None:
     assert in_place
     wrong = b.get_into.remote([ref], [torch.zeros(2), torch.zeros(2)])
     assert "tensor_buffer at index 0" in raises(ValueError, ray.get, wrong)
-
-
-@case
-def weights_transfer(a: Any, b: Any) -> None:
-    for version in range(3):
-        weights = torch.full((100, 64), version, dtype=torch.float16)
-        (ref,) = ray.get(a.put.remote([list(weights)]))
-        got, in_place = ray.get(
-            b.get_into.remote([ref], list(torch.ones_like(weights)))
-        )
-        same(got, list(weights))
-        assert in_place
 
 
 # --- Ray's: what is freed -------------------------------------------------------------
@@ -317,46 +267,6 @@ def write_after_save(a: Any, b: Any) -> None:
     same(ray.get([changed, got]), [tensor + 1, tensor])
 
 
-@case
-def nixl_agent_reuse(a: Any, b: Any) -> None:
-    for turn in range(3):
-        same(ray.get(b.back.remote(a.make.remote(ONE + turn))), ONE + turn)
-        if turn:
-            until(lambda: empty(a))
-
-
-@case
-def nixl_agent_reuse_with_partial_tensors(a: Any, b: Any) -> None:
-    same(ray.get(b.back.remote(a.make.remote(torch.arange(6)))), torch.arange(6))
-    until(lambda: empty(a))
-    unused, ref = a.make.remote(torch.arange(3)), a.make.remote(torch.arange(3) + 4)
-    same(ray.get(b.back.remote(ref)), torch.arange(3) + 4)
-    del unused
-
-
-@case
-def nixl_del_before_creating(a: Any, _: Any) -> None:
-    here = gate()
-    blocked = a.block.remote(here)
-    ref = a.make.remote(ONE)
-    name = ref.hex()
-    del ref
-    ray.get([here.open.remote(), blocked])
-    until(lambda: store().get_rdt_metadata(name) is None)
-
-
-@case
-def send_back_and_dst_warning(a: Any, b: Any) -> None:
-    ref = a.make.remote(ONE)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        ray.get([a.take.remote(ref), b.take.remote(ref)])
-        assert [one for one in said if "RDT ObjectRef(" in str(one.message)]
-        said.clear()
-        ray.get(b.take.remote(ref))
-        assert not [one for one in said if "RDT ObjectRef(" in str(one.message)]
-
-
 # --- Ray's: what fails ----------------------------------------------------------------
 
 
@@ -372,29 +282,11 @@ def app_error_inter_actor(a: Any, b: Any) -> None:
 
 
 @case
-def app_error_intra_actor(a: Any, _: Any) -> None:
-    app_error_inter_actor(a, a)
-
-
-@case
-def app_error_fetch_to_driver(a: Any, _: Any) -> None:
-    ref = a.fail.options(tensor_transport=NAME).remote()
-    assert "not today" in raises(Exception, ray.get, ref, _use_object_store=True)
-    same(ray.get(a.make.remote(ONE), _use_object_store=True), ONE)
-
-
-@case
 def rdt_retry_then_succeeds(_: Any, b: Any) -> None:
     a = actor()
     ref = a.make_after.remote(1)
     same(ray.get(b.back.remote(ref)), torch.arange(3))
     assert ray.get(a.held.remote()) == (1, 1)
-
-
-@case
-def rdt_retry_fetch_through_obj_store(*_: Any) -> None:
-    ref = actor().make_after.remote(1)
-    same(ray.get(ref, _use_object_store=True), torch.arange(3))
 
 
 @case
@@ -445,15 +337,6 @@ def recv_actor_dies(a: Any, _: Any) -> None:
     ray.kill(b)
     raises(ActorDiedError, ray.get, got)
     works(a, actor())
-
-
-@case
-def source_actor_fails_after_transfer(_: Any, b: Any) -> None:
-    a = actor()
-    got = b.double.remote(a.make.remote(ONE))
-    same(ray.get(got), ONE * 2)
-    ray.kill(a)
-    same(ray.get(got), ONE * 2)
 
 
 # --- all of them ----------------------------------------------------------------------
