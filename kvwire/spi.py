@@ -16,18 +16,17 @@ the small ones below them), and these.
 ``key_id``                names a pre-shared key without revealing it
 ``DECODE_ERRORS``         the errors of bytes that are not a message
 ``copy_engine``           the queue on which a communicator copies to and from a device
+``certificate_of``        the validity of a communicator's certificate
 ========================  ============================================================
 """
 
-from kvwire.endpoint.communicator import Communicator, services_of
+from kvwire.endpoint.communicator import certificate_of, copy_engine
 from kvwire.endpoint.connection import send_now
 from kvwire.endpoint.message_sink import each_message
 from kvwire.endpoint.remote_window import memory_here
 from kvwire.endpoint.request import when_released
 from kvwire.endpoint.snapshot import CallSnapshot, PartSnapshot, show_part
-from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.runtime.trace_ring import RINGS
-from kvwire.types import Device
 from kvwire.wire.control import DECODE_ERRORS
 from kvwire.wire.handshake_messages import (
     VersionRange,
@@ -42,6 +41,7 @@ __all__ = [
     "CallSnapshot",
     "PartSnapshot",
     "VersionRange",
+    "certificate_of",
     "common_version",
     "copy_engine",
     "each_message",
@@ -52,8 +52,3 @@ __all__ = [
     "version_mismatch",
     "when_released",
 ]
-
-
-def copy_engine(communicator: Communicator, device: Device) -> CopyEngine:
-    """Return the queue on which a communicator copies; the first caller makes it."""
-    return services_of(communicator).devices.copy_engine(device)

@@ -33,9 +33,7 @@ from kvwire.driver.unreceived_log import Seen, overdue
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
-    KVWireError,
     ProtocolError,
-    WireCode,
 )
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import (
@@ -341,12 +339,6 @@ class ConnectionDriver(LinkHandler):
             token = data if data.nbytes > _COPIED_BYTES_MAX else None
             if not self.link.send_now(header, data, token):
                 self.link.flush()
-
-    def refuse(
-        self, request: RequestRecord, error: KVWireError, code: WireCode
-    ) -> None:
-        """Refuse a peer's request; the peer gets the error's text and code."""
-        self.core.refuse(request, error, code)
 
     # --- the link ---------------------------------------------------------------------
 

@@ -104,10 +104,6 @@ class DeviceStaging:
 
     # --- outbound ---------------------------------------------------------------------
 
-    def whole(self, buffer: BufferId) -> Payload:
-        """Return a buffer's original memory."""
-        return self._buffers.whole(buffer)
-
     def stage(self, chunk: Chunk, source: Fragments) -> None:
         """Copy a chunk to the host; afterwards the chunk is in ``ready``."""
         assert source.device is not None

@@ -52,16 +52,18 @@ from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import CLOSE_SLACK_S
 from kvwire.memory.buffers import Memory
+from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.proto.handshake import Identity
 from kvwire.runtime.counters import Counters
 from kvwire.security.keys import load_keys
 from kvwire.security.tls import CredentialFiles
+from kvwire.security.validity import Validity
 from kvwire.transfers.event_wait import wait_event
 from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import PublishOptions, ReceiveOptions, check_options
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.registry import TransferRegistry, TransferServices
-from kvwire.types import Access, AccessName, Address
+from kvwire.types import Access, AccessName, Address, Device
 from kvwire.windows.window import Window
 from kvwire.wire.handshake_messages import ConnectionParameters
 
@@ -84,7 +86,9 @@ class Communicator(AsyncWith):
         if transfers_logger.isEnabledFor(logging.DEBUG):
             self._watchers.add(TransferLog())
         self._registry = TransferRegistry()
-        self._services = TransferServices(config, tls, self._registry, self._watchers)
+        self._services = TransferServices(config, tls)
+        self._services.registry = self._registry
+        self._services.watchers = self._watchers
         self._thread = self._services.thread
         identity = Identity(
             name=config.name,
@@ -691,3 +695,13 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
 def services_of(communicator: Communicator) -> TransferServices:
     """Return the communicator's shared services; for rooms above, and tests."""
     return communicator._services
+
+
+def copy_engine(communicator: Communicator, device: Device) -> CopyEngine:
+    """Return the queue on which a communicator copies; the first caller makes it."""
+    return services_of(communicator).devices.copy_engine(device)
+
+
+def certificate_of(communicator: Communicator) -> Validity | None:
+    """Return the certificate's validity; None unless trust is ``mtls``. Thread-safe."""
+    return services_of(communicator).certificate

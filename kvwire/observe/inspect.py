@@ -17,7 +17,7 @@ import msgspec
 
 from kvwire import Config, KVWireError, Snapshot, UsageError
 from kvwire.errors import shown
-from kvwire.wire.control import DECODE_ERRORS
+from kvwire.spi import DECODE_ERRORS
 
 # The largest answer to an inspector: several times a large snapshot or trace.
 INSPECT_ANSWER_BYTES_MAX: Final = 64 << 20

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Generic, TypeVar
 
 from kvwire import Communicator, UsageError
-from kvwire.endpoint.communicator import services_of
 from kvwire.extras import needed_by
 from kvwire.observe.distributions import Distribution, TransferDistributions
+from kvwire.spi import certificate_of
 
 with needed_by("kvwire.observe.prometheus", extra="metrics"):
     from prometheus_client.core import (
@@ -181,7 +181,7 @@ class CommunicatorCollector(
 
 def _certificate(communicator: Communicator) -> Iterator[Metric]:
     """Yield the certificate's validity; nothing unless trust is ``mtls``."""
-    found = services_of(communicator).certificate
+    found = certificate_of(communicator)
     for field, verb in (("not_before", "begins"), ("not_after", "ends")):
         family = GaugeMetricFamily(
             f"kvwire_certificate_{field}_timestamp_seconds",

@@ -397,7 +397,7 @@ class Leg:
         """End the leg and send the reason to the peer, unless the request has ended."""
         if self.core is not None and not self.core.over:
             self.step(LegInput.REFUSE)
-            self.link.refuse(self.core, error, code)
+            self.link.core.refuse(self.core, error, code)
             self.link.run()
 
     def release(self) -> list[BufferId]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
-from kvwire.config import Config
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.errors import KVWireError
 from kvwire.kv.outcome import Outcome
 from kvwire.runtime.services import Services
-from kvwire.security.tls import CredentialFiles
 
 
 class ObserverPort(Protocol):
@@ -62,13 +60,5 @@ class SharedServices(Services):
         watchers: The observers, called when a transfer begins and ends.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        tls: CredentialFiles | None,
-        registry: RegistryPort,
-        watchers: ObserverPort,
-    ) -> None:
-        super().__init__(config, tls)
-        self.registry: RegistryPort = registry
-        self.watchers: ObserverPort = watchers
+    registry: RegistryPort
+    watchers: ObserverPort

@@ -664,5 +664,5 @@ def _code_of(cause: KVWireError) -> WireCode:
 def _refuse(
     link: ConnectionDriver, request: RequestRecord, error: KVWireError, code: WireCode
 ) -> None:
-    link.refuse(request, error, code)
+    link.core.refuse(request, error, code)
     link.run()

@@ -141,7 +141,7 @@ class Link:
         self.request = RequestRecord(
             kind=RequestKind.OUTGOING, buffer=None, nbytes=0, state=RequestStage.POSTED
         )
-        self.transfers = self
+        self.transfers = self.core = self
         self.full = False
         self.forgotten = False
         # What the core has reported, and the leg has not taken in yet.

@@ -60,6 +60,7 @@ class LaneScheduler(LaneHandler):
         self._lanes = owner.lanes
         self._staging = staging
         self._loop = owner.services.loop
+        self._buffers = owner.services.buffers
         self._checks = checks
         self.dirty: dict[Lane, None] = {}
 
@@ -96,7 +97,7 @@ class LaneScheduler(LaneHandler):
 
     def span(self, endpoint: LaneEndpoint, buffer: BufferId) -> int:
         """Return how many bytes of a buffer a lane takes at once; 0 means one chunk."""
-        payload = self._staging.whole(buffer)
+        payload = self._buffers.whole(buffer)
         if not self.carries(endpoint, payload):
             return 0
         span_bytes = endpoint.lane.span_bytes
