@@ -224,6 +224,7 @@ def _not_contiguous(
 def mid_page_memory(nbytes: int) -> npt.NDArray[np.uint8]:
     """Return new memory that begins in the middle of a page, with undefined content."""
     memory = np.empty(nbytes + _PAGE_BYTES, np.uint8)
-    address: int = memory.__array_interface__["data"][0]
+    # NumPy's own ways take four times as long.
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory.data))
     begin = (MID_PAGE_BYTES - address) % _PAGE_BYTES
     return memory[begin : begin + nbytes]

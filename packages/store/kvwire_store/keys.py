@@ -26,6 +26,11 @@ def as_keys(keys: Iterable[Key]) -> Keys:
     return np.array(list(keys), np.object_)
 
 
+def all_found(slots: Ids) -> bool:
+    """Return whether each block has a slot; faster than by arrays."""
+    return NO_SLOT not in slots.tolist()
+
+
 def once(keys: Keys) -> Bits:
     """Return for each key whether it is its first occurrence."""
     listed = keys.tolist()

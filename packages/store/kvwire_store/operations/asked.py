@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvwire.kv.blocks import Bits, BlockLists, any_of
+from kvwire.kv.blocks import Bits, BlockLists
 from kvwire.kv.outcome import Outcome, Timings, outcome_of_all
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanTemplate
@@ -84,12 +84,10 @@ class AskedGet:
         request = self._request
         keys = request.keys
         nbytes = request.namespace.image_bytes
-        busy = memory.in_flight.ends
         if (
             request.repeats
             or not index.fits(nbytes, self._tenant)
-            or any_of(index.find(keys) >= 0)
-            or (busy and any_of(memory.in_flight.busy(keys)))
+            or memory.has_any(keys)
         ):
             return False
         if index.shares.expire:
@@ -176,8 +174,7 @@ class AskedGet:
         if answer.landed is not None or orders.count(orders[0]) < self.blocks:
             return False
         self._first = monotonic()
-        positions = np.arange(self.blocks)
-        copy(answer.images, self._request.fragments(positions, orders[0]))
+        copy(answer.images, self._request.all_fragments(orders[0]))
         self._last = monotonic()
         return True
 

@@ -49,6 +49,10 @@ class BlockRequest(ABC):
     def fragments(self, positions: Ids, order: int) -> Fragments:
         """Return the memory of some blocks' images, with the axes in ``order``."""
 
+    def all_fragments(self, order: int) -> Fragments:
+        """Return the memory of all images."""
+        return self.fragments(np.arange(self.keys.size), order)
+
 
 class ImageRequest(BlockRequest):
     """Whole images, in any order."""
@@ -114,15 +118,10 @@ class GroupRequest(BlockRequest):
         """Return the places of some blocks' images in the cache."""
         here = self.group.spec.block_tokens
         unit = self.namespace.spec.block_tokens
-        granule = math.gcd(here, unit)
-        # The offsets of a granule's elements, relative to its block.
-        steps = computed_once(
-            self._cache,
-            ("image", self.group.name, order, granule),
-            lambda: self._steps(order, granule),
-        )
         if here == unit:
-            return steps.blocks(self._ids[positions])
+            return self._steps(order, here).blocks(self._ids[positions])
+        granule = math.gcd(here, unit)
+        steps = self._steps(order, granule)
         # Only blocks between the first and the last of them are examined.
         first = int(positions[0]) * unit // here
         last = -(-(int(positions[-1]) + 1) * unit // here)
@@ -136,21 +135,38 @@ class GroupRequest(BlockRequest):
         found = listed.fragments(walk.layers, slice(0, granules))
         return found if per_hash == 1 else _woven(found, walk, per_hash)
 
+    def all_fragments(self, order: int) -> Fragments:
+        """Return the places of all images in the cache."""
+        tokens = self.group.spec.block_tokens
+        if tokens == self.namespace.spec.block_tokens:
+            return self._steps(order, tokens).blocks(self._ids)
+        return super().all_fragments(order)
+
     def _steps(self, order: int, granule: int) -> Steps:
-        spec = self.group.spec
-        walk = Canonical(
-            group=self.group.name,
-            order=("block", *ORDERS[order]),
-            layers=spec.layer_indices,
-            heads=spec.heads,
-            components=spec.components,
-            head_dim=spec.head_dim,
-            item_bytes=spec.item_bytes,
-            tokens=granule,
-            granule_tokens=granule,
-            granules=1,
+        """Return the offsets of a granule's elements, relative to its block."""
+        group = self.group
+        return computed_once(
+            self._cache,
+            ("image", group.name, order, granule),
+            lambda: _steps_of(group, order, granule),
         )
-        return Steps(walk, self.group)
+
+
+def _steps_of(group: CacheGroup, order: int, granule: int) -> Steps:
+    spec = group.spec
+    walk = Canonical(
+        group=group.name,
+        order=("block", *ORDERS[order]),
+        layers=spec.layer_indices,
+        heads=spec.heads,
+        components=spec.components,
+        head_dim=spec.head_dim,
+        item_bytes=spec.item_bytes,
+        tokens=granule,
+        granule_tokens=granule,
+        granules=1,
+    )
+    return Steps(walk, group)
 
 
 def group_requests(

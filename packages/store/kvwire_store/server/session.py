@@ -45,7 +45,7 @@ from kvwire.spi import (
 )
 from kvwire_store.cleanup import drain_or_abort
 from kvwire_store.images import images_in, line_of, payload_of
-from kvwire_store.keys import NO_SLOT, Keys, Orders, once
+from kvwire_store.keys import NO_SLOT, Keys, Orders, all_found, once
 from kvwire_store.limits import (
     STORE_INLINE_BYTES,
     STORE_NAMESPACES_MAX,
@@ -437,7 +437,7 @@ class ClientSession:
         if keys.size * namespace.image_bytes > STORE_INLINE_BYTES:
             return self._get_many(request, namespace, keys)
         slots = memory.index.find(keys)
-        if not all_of(slots >= 0):
+        if not all_found(slots):
             return self._get_many(request, namespace, keys)
         orders = memory.index.orders(slots).tobytes()
         images = memory.line(slots, namespace.image_bytes)
@@ -455,7 +455,7 @@ class ClientSession:
         nbytes = keys.size * rounded(namespace.image_bytes)
         async with self._berths.one() as berth:
             slots = memory.index.find(keys)
-            if all_of(slots >= 0) and self._served.lend(nbytes):
+            if all_found(slots) and self._served.lend(nbytes):
                 memory.index.pin(slots)
                 try:
                     orders = memory.index.orders(slots)
