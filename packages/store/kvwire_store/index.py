@@ -355,7 +355,8 @@ class Index:
         if pins[slots].tolist().count(1) == slots.size and not any(
             self._doomed[slots].tolist()
         ):
-            alone: Bits = np.ones(slots.size, np.bool_)
+            alone: Bits = np.empty(slots.size, np.bool_)
+            alone.fill(True)  # np.ones is a function of Python
         else:
             alone = (pins[slots] == 1) & ~self._doomed[slots]
             # A second pin is a reader's: name and image stay until it unpins.

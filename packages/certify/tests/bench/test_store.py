@@ -108,10 +108,10 @@ async def test_other_bytes_than_were_put_are_found(peer: str, tmp_path: Path) ->
 # Python calls and frames, both sides, as in test_counts. Eight blocks cost a CREDIT,
 # and an index for clients of the host takes ten calls of a put.
 CEILINGS: Final = {
-    (PUT, 64 * KIB): (266, 2.125),
-    (ONE, 64 * KIB): (215, 2.125),
-    (PUT, MIB): (495, 6),
-    (GET, MIB): (463, 6),
+    (PUT, 64 * KIB): (228, 2.125),
+    (ONE, 64 * KIB): (181, 2.125),
+    (PUT, MIB): (481, 6),
+    (GET, MIB): (455, 6),
 }
 _NOT_COMPILED: Final = 20
 _MARGIN: Final = 1.03

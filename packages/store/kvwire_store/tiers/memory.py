@@ -330,10 +330,11 @@ class MemoryTier:
 
     def has_any(self, keys: Keys) -> bool:
         """Return whether any of these blocks is here or arriving."""
-        # By sets, which take a tenth of an array's time.
         names = keys.tolist()
-        known = (self.index.names, self.in_flight.ends.keys())
-        return not all(one.isdisjoint(names) for one in known)
+        filling = self.in_flight.ends
+        return not (
+            self.index.names.isdisjoint(names) and filling.keys().isdisjoint(names)
+        )
 
     def stats(self) -> TierStats:
         """Return the tier's content, in numbers."""
