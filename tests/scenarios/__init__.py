@@ -28,7 +28,7 @@ The others in ``tests/transfers``, ``tests/fault`` and ``tests/kv``:
 * R08 sender fails before the receiver registers (SGLang #30329), ``test_registry``
 * R09 peer dies during the handshake (vLLM #26171), ``test_handshake_cuts``
 * R18 an empty hand-over is an error, not a success (vLLM #50297), and R22 a layer has
-  no hook (vLLM #56874), ``test_ready_log``
+  no hook (vLLM #56874), ``test_ready_log`` and ``test_outgoing``
 * R28 some requests of a batch lose their KV (vLLM #12285), ``test_prefill_plan``
 * R29 failed blocks are shared by two requests (vLLM #49250), ``test_prefill_plan``
 * R30 a failure wakes an idle engine, ``test_incoming``

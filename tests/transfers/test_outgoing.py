@@ -34,6 +34,16 @@ async def test_a_block_that_is_left_by_an_exception_aborts(w: World) -> None:
 
 
 @scenario("inproc")
+async def test_a_block_that_has_marked_nothing_aborts(w: World) -> None:
+    """Preempted in its last step: an empty hand-over is an error, on both sides."""
+    out, inc = w.begin()
+    with pytest.raises(kvwire.UsageError, match="never marked ready"):
+        async with out:
+            pass
+    assert "never marked ready" in (await inc).missing["kv", DEST[0]]
+
+
+@scenario("inproc")
 async def test_a_block_of_a_transfer_that_has_ended(w: World) -> None:
     """It is no mistake of the producer, so nothing is raised."""
     inc = w.pull_side.pull("t", w.target.cache, DEST)

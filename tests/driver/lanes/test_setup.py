@@ -367,6 +367,21 @@ async def test_a_lane_that_broke_comes_back_and_carries_the_data(
 
 
 @pytest.mark.usefixtures("comes_back")
+async def test_of_several_each_comes_back_and_the_log_names_each(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The others carry the data meanwhile: nothing falls back."""
+    caplog.set_level(logging.INFO, "kvwire")
+    async with connected("tcp", prefer=("tcp",), lanes=3) as pair:
+        for count, endpoint in enumerate(inside.lanes(pair.left).open.copy(), 1):
+            endpoint.lane.abort()
+            await restored(pair, count)
+        await until(lambda: caplog.text.count("a lane of tcp is back") == 4)
+        assert "a lane of tcp broke" in caplog.text
+        assert pair.near.counters.transport_fallbacks == 0
+
+
+@pytest.mark.usefixtures("comes_back")
 async def test_it_comes_back_however_often_it_breaks() -> None:
     """More often than there may be lanes at once, in the middle of one put."""
     async with connected(**BESIDE) as pair:
