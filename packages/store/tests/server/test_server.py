@@ -357,6 +357,26 @@ async def test_small_blocks_go_with_the_request_and_come_with_the_answer() -> No
         assert row.read_bytes == 2 * row.written_bytes == 2 * len(images)
 
 
+async def test_small_puts_evict_older_blocks_of_a_full_server() -> None:
+    """At once, without a task; and those that are there already are not put again."""
+    async with serving("memory:64KiB") as (store, server), client(server) as one:
+        room = 64 * limits.KIB // rounded(SPEC.block_bytes)
+        for number in range(room + 4):
+            put = moving(messages.Put, [b"%08d" % number], number=number)
+            assert (await one.ask(put)).table.tolist() == [BlockResult.LANDED]
+            assert not server.clients()[0].requests
+        memory = inside.tiers(store).memory
+        assert len(memory.index) == room
+        assert memory.index.evicted == 4
+        assert store.counters.puts == store.counters.stored_blocks == room + 4
+        hashes = [b"%08d" % number for number in (room, room + 9, room, room + 8)]
+        again = await one.ask(moving(messages.Put, hashes, number=1))
+        assert again.table.tolist() == [BlockResult.LANDED] * 4
+        assert len(memory.index) == room
+        assert store.counters.stored_blocks == room + 6
+        assert not memory.index.pinned
+
+
 async def test_a_small_put_that_finds_no_room_waits_for_it() -> None:
     """And for nothing else: other requests of its client are answered meanwhile."""
     async with serving("memory:256KiB") as (store, server), client(server) as one:

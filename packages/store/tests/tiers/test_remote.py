@@ -153,6 +153,18 @@ async def test_a_server_that_answers_wrongly(answer: Any, said: str) -> None:
         await until(lambda: not tier_of(s, RemoteTier).taking)
 
 
+async def test_a_request_is_late_by_its_own_deadline() -> None:
+    """Whether or not an earlier one may take longer, as a verb may."""
+    welcome = messages.Welcome(1, requests=4, berth_bytes=4096)
+    async with lying(welcome) as where, BlockStore.open([where]) as store:
+        pin = asyncio.create_task(store.pin(chain(1), Filled().cache))
+        await asyncio.sleep(0)
+        assert await store.match(chain(1), Filled().cache) == 0
+        assert "no answer within 0.5 s" in tier_of(store, RemoteTier).error
+        (why,) = (await pin).reasons
+        assert "no answer within 0.5 s" in why
+
+
 async def silent(_: kvwire.Connection) -> None:
     """Says no more than its welcome."""
 
@@ -324,6 +336,25 @@ async def test_an_answer_that_finds_no_memory_is_asked_for_again(
         assert tier_of(store, RemoteTier).connected
         assert not len(inside.tiers(store).memory.in_flight)
         assert inside.tiers(store).memory.index.pinned == 0
+
+
+async def test_a_small_get_that_several_tasks_await(by_tcp: None) -> None:
+    """One that stops waiting takes no outcome from the others."""
+    source, target = Filled(8, seed=1), Filled(8)
+    async with asking() as (served, store):
+        assert (await served.put(chain(3), source.cache, range(3))).complete
+        get = store.get(chain(3), target.cache, range(3))
+
+        async def wait() -> bool:
+            return (await get).complete
+
+        waits = [asyncio.create_task(wait()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waits[1].cancel()
+        ends = await asyncio.gather(*waits, return_exceptions=True)
+        assert [ends[0], type(ends[1]), ends[2]] == [True, asyncio.CancelledError, True]
+        assert await wait()
+        assert same(target, [0, 1, 2], source, [0, 1, 2])
 
 
 async def test_an_answer_that_cannot_be_handled_costs_one_connection(
