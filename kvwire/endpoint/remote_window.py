@@ -190,7 +190,7 @@ class RemoteWindow(Closing):
     async def close(self) -> None:
         """Stop reading, and notify the owner.
 
-        In running reads, the blocks that have not arrived are missing as ``gone``.
+        Blocks of running reads that have not arrived are missing, as ``gone``.
 
         Cancel safety: safe, it is closed either way.
         """

@@ -55,7 +55,7 @@ def memory_limit(
 
 
 def resident_bytes() -> int:
-    """Return how much memory this process uses now; 0 if the system does not say."""
+    """Return the memory that this process uses now; 0 if that is not reported."""
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
     except OSError:

@@ -14,7 +14,7 @@ from kvwire_store.operations.base import Operation
 
 
 class Settled(asyncio.Future[Any]):
-    """The outcome of a call without a task; whoever waits for it goes on next turn.
+    """The outcome of a call without a task; its waiters continue in the next turn.
 
     Each await has a future of its own, so that cancelling an await ends no other.
     """

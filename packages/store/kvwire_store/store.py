@@ -510,7 +510,7 @@ class BlockStore(StoreManagement):
         return over
 
     def _move_in_turn(self, work: GetOperation, over: Settled) -> None:
-        """Copy in the turn that has room; a task does what cannot be done at once."""
+        """Copy in the turn that has room; a task does the rest."""
         try:
             if work.at_once():
                 over.settle(work.end())

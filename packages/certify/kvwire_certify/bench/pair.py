@@ -97,7 +97,7 @@ class SideProcess:
             )
 
     def tell(self, value: object) -> None:
-        """Send a value; a process that has ended says why when it is asked."""
+        """Send a value; if the process has ended, ``answer`` raises the reason."""
         with contextlib.suppress(OSError):
             self.socket.sendall(json.dumps(value).encode() + b"\n")
 

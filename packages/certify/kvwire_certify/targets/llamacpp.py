@@ -144,7 +144,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _take(path: Path) -> bytes:
-    """Remove a file, and return what it held; nothing if there is none."""
+    """Remove a file, and return its content; b"" if there is none."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

@@ -185,7 +185,7 @@ def slot_rows(pairs: Sequence[tuple[Any, Any]], form: SlotForm) -> Rows:
 
 
 def _compared(where: str, file: Path, folder: Path) -> tuple[Meaning, int, int]:
-    """Return what the KV of both means, KV heads, and the elements of a head.
+    """Return the common meaning of their KV, KV heads, and the elements of a head.
 
     Raises:
         UsageError: Their weights differ, or it is not known whether they do.

@@ -125,7 +125,7 @@ class AskedGet:
         return outcome_of_all(template, lists, timings, 1, template.nbytes)
 
     def keep(self) -> None:
-        """Copy what has arrived into memory, as far as there is room."""
+        """Copy the blocks that have arrived into memory, as far as there is room."""
         answer = self._answer
         try:
             if answer is not None and answer.images:

@@ -485,7 +485,7 @@ class RemoteTier(Tier):
 
     @staticmethod
     def _told(batch: Batch, answer: TierAnswer) -> BlockResults:
-        """Note the orders of a batch's images, and what is kept; return the results."""
+        """Note orders and kept images of a batch; return the results."""
         here = _ALL if answer.landed is None else answer.landed
         if answer.landed is None or any_of(answer.landed):
             batch.orders[here] = np.frombuffer(answer.orders, np.uint8)[here]

@@ -123,7 +123,7 @@ class ProxyApp:
         self._registry.register(ProxyCollector(self._state))
 
     def application(self) -> web.Application:
-        """Return what aiohttp serves; add :meth:`checking` to its ``cleanup_ctx``."""
+        """Make aiohttp's application; add :meth:`checking` to its ``cleanup_ctx``."""
         made = web.Application(
             middlewares=[self._answered], client_max_size=PROXY_BODY_BYTES_MAX
         )

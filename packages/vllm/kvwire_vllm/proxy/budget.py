@@ -1,4 +1,4 @@
-"""What retries may cost: a share of all requests."""
+"""The budget of retries: a share of all requests."""
 
 from __future__ import annotations
 
