@@ -61,7 +61,7 @@ app.command(
 app.command(
     "kvwire.cli.directory:app",
     name="directory",
-    help="List the members of a directory, or watch them join and leave.",
+    help="List the members of a directory.",
 )
 app.command(
     "kvwire.cli.inspect:top",

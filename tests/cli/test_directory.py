@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,30 +74,6 @@ def test_nobody_and_nonsense(
     assert "not a valid term" in capsys.readouterr().err
     assert main(["directory", "ls", "--directory", "etcd:"]) == 2
     assert "unknown kind of directory 'etcd'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("json", [False, True])
-def test_a_line_for_each_change(tmp_path: Path, json: bool) -> None:
-    command = [sys.executable, "-m", "kvwire", "directory", "watch"]
-    command += ["--directory", f"file:{tmp_path}?interval_s=0.05"]
-    with subprocess.Popen(
-        command + json * ["--json"], stdout=subprocess.PIPE, text=True
-    ) as watching:
-        assert watching.stdout is not None
-        write(tmp_path)
-        lines = sorted(watching.stdout.readline() for _ in range(2))
-        for path in tmp_path.iterdir():
-            path.unlink()
-        lines += sorted(watching.stdout.readline() for _ in range(2))
-        watching.terminate()
-    if json:
-        changes = [msgspec.json.decode(line) for line in lines]
-        kinds = [change["change"] for change in changes]
-        assert {change["record"]["name"] for change in changes} == {"n1", "n2"}
-    else:
-        kinds = [line.split()[0] for line in lines]
-        assert "n1 prefill tcp://127.0.0.1:7001 0.00 00000000 demo\n" in lines[0]
-    assert kinds == ["joined", "joined", "left", "left"]
 
 
 # --- what ``kvwire top`` and ``kvwire trace`` say of live processes -------------------
