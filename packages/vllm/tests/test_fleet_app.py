@@ -15,7 +15,6 @@ from kvwire.directory import open_directory
 from kvwire_vllm.announce import DECODE
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.fleet import EngineFleet
-from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE, PROXY_RETRY_SHARE
 from packages.vllm.tests.support.proxies import (
     ASK,
     D1,
@@ -70,20 +69,6 @@ async def test_too_many_requests() -> None:
         'kvwire_proxy_engine_up{engine="http://p1",role="prefill"} 1.0',
     ):
         assert line in text
-
-
-async def test_retries_beyond_the_budget() -> None:
-    """A fleet that is broken is not asked again and again; the client may."""
-    network = Engines(d1=refused, d2=refused)
-    fleet = fleet_in_turns([], [D1, D2])
-    application = app(network, fleet=fleet)
-    for _ in range(30):
-        said = await post(application)
-        assert said.status_code == 503
-        assert said.headers["retry-after"] == "1"
-    assert len(network.asked) < 30 + PROXY_RETRY_RESERVE + 30 * PROXY_RETRY_SHARE + 2
-    text = (await call(application, "GET", "/metrics")).text
-    assert "kvwire_proxy_retries_refused_total 0.0" not in text
 
 
 async def test_health_is_that_of_the_engines() -> None:
@@ -199,11 +184,14 @@ async def test_what_engines_wait_for_is_shown() -> None:
         (b"secret", "10.0.0.1", "Bearer " + b"secret".hex(), 200),
     ],
 )
-async def test_who_may_drain(key: bytes, client: str, header: str, status: int) -> None:
-    application = app(Engines(), operator_key=key)
+@pytest.mark.parametrize("path", ["/drain", "/migrate"])
+async def test_who_may_drain_and_move(
+    path: str, key: bytes, client: str, header: str, status: int
+) -> None:
+    application = app(Engines(), operator_key=key, migrate=True)
     said = await call(
         application,
-        *("POST", "/drain", client),
+        *("POST", path, client),
         json={"engine": D1.url},
         headers={"authorization": header},
     )

@@ -103,12 +103,15 @@ async def test_at_once_nothing_says_that_prefill_has_computed_the_prompt() -> No
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-async def test_a_prompt_that_prefill_computes_and_does_not_send(path: str) -> None:
+@pytest.mark.parametrize("where", [None, {"transfer_id": "of another connector"}])
+async def test_a_prompt_that_prefill_computes_and_does_not_send(
+    path: str, where: dict[str, str] | None
+) -> None:
     """Decode is not left waiting for it; nobody has failed, so nobody is down."""
     given_up = asyncio.Event()
 
     async def keeps(_: dict[str, Any]) -> Said:
-        return answer(200, {"tokens": 1, "kv_transfer_params": None})
+        return answer(200, {"tokens": 1, "kv_transfer_params": where})
 
     async def waits_for_kv(body: dict[str, Any]) -> Said:
         if "kv_transfer_params" not in body:
@@ -199,6 +202,7 @@ async def test_no_decode_engine_answers(
     engines = Engines(d1=failing, d2=failing)
     said = await post(app(engines, prefill=()))
     assert said.status_code == status
+    assert said.headers.get("retry-after") == ("1" if status == 503 else None)
     error = said.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert (error["code"], error["message"]) == (status, why)

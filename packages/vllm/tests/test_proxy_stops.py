@@ -17,6 +17,7 @@ from aiohttp import web
 from kvwire_vllm.proxy.command import main
 from packages.vllm.tests.support.proxies import ASK, EVENTS, PATH
 from packages.vllm.tests.support.serving import Front, front
+from tests.support.servers import free_port
 from tests.support.waiting import eventually
 
 DECODE = ("--decode", "http://127.0.0.1:9=127.0.0.1:9", "--port", "0")
@@ -65,12 +66,22 @@ async def begun(user: aiohttp.ClientSession, proxy: Front) -> aiohttp.ClientResp
     return said
 
 
-def refuses(proxy: Front) -> bool:
+def health(proxy: Front) -> int:
+    """The status that it answers; 0 where nobody listens."""
     try:
-        httpx.get(f"{proxy.url}/health")
+        return httpx.get(f"{proxy.url}/health").status_code
     except httpx.TransportError:
-        return True
-    return False
+        return 0
+
+
+def test_it_looks_after_its_engines_by_itself(tmp_path: Path) -> None:
+    """No request has to fail first."""
+    proxy = front(tmp_path, "--decode", f"http://127.0.0.1:{free_port()}=127.0.0.1:9")
+    proxy.start()
+    try:
+        assert eventually(lambda: health(proxy) == 503)
+    finally:
+        proxy.kill()
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -87,7 +98,7 @@ async def test_sigterm_lets_requests_end_for_a_while(
         stream = await begun(user, proxy)
         assert proxy.running is not None
         proxy.running.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(eventually, lambda: refuses(proxy))
+        assert await asyncio.to_thread(eventually, lambda: not health(proxy))
         if ends:
             may_end.set()
             assert (await stream.content.read()).endswith(b"data: [DONE]\n\n")

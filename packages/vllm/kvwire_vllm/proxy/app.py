@@ -74,6 +74,12 @@ _WHO_OPERATES: Final = (
 
 T = TypeVar("T")
 
+SERVED: Final[Mapping[str, Any]] = {
+    "handler_cancellation": True,  # of requests whose client has gone
+    "access_log": None,
+}
+"""How aiohttp has to serve the application."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxySettings:

@@ -16,7 +16,7 @@ from kvwire.directory import Selector, open_directory
 from kvwire.directory.limits import MEMBERS_MAX
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.security.keys import read_key_file
-from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
+from kvwire_vllm.proxy.app import SERVED, ProxyApp, ProxySettings
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.engines import parse_engine
 from kvwire_vllm.proxy.fleet import EngineFleet
@@ -77,10 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         application,
         sock=listening,
         shutdown_timeout=options.stop_s,
-        handler_cancellation=True,  # of requests whose client has gone
-        access_log=None,
         print=None,
         loop=_loop(),
+        **SERVED,
     )
     return 0
 

@@ -32,7 +32,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler as Handling
 
 from kvwire.directory import Record
-from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
+from kvwire_vllm.proxy.app import SERVED, ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
@@ -290,9 +290,7 @@ async def proxy(serves: ProxyApp, remote: str = "", **more: Any) -> AsyncIterato
 
     if remote:
         application.middlewares.insert(0, elsewhere)
-    runner = web.AppRunner(
-        application, handler_cancellation=True, access_log=None, **more
-    )
+    runner = web.AppRunner(application, **SERVED, **more)
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -98,7 +98,7 @@ class _Starter:
         self.folder, self._model = folder, model
         self._numbers = itertools.count()
 
-    def __call__(self, transfer: dict[str, Any] | None, *arguments: str) -> Engine:
+    def __call__(self, transfer: dict[str, Any] | None) -> Engine:
         number = next(self._numbers)
         core = str(number % (os.cpu_count() or 1))
         return serving.server(
@@ -107,7 +107,6 @@ class _Starter:
             f"http://127.0.0.1:{free_port()}",
             transfer,
             *_ARGUMENTS,
-            *arguments,
             **_ENVIRONMENT,
             VLLM_CPU_OMP_THREADS_BIND=core,
         )
@@ -173,18 +172,6 @@ def _on_redis(start: _Starter, found: Found, prompts: list[list[int]]) -> None:
         _twice(found, engine, prompts, "Redis, by kvwire")
 
 
-def _on_files(start: _Starter, found: Found, prompts: list[list[int]]) -> None:
-    """In one chunk: vLLM's ExampleConnector keeps a prompt's last chunk only."""
-    transfer = {
-        "kv_connector": "ExampleConnector",
-        "kv_connector_extra_config": {
-            "shared_storage_path": str(start.folder / "files")
-        },
-    }
-    engine = start(transfer, "--max-num-batched-tokens", "8192")
-    _twice(found, engine, prompts, "files, vLLM's ExampleConnector")
-
-
 def _twice(found: Found, engine: Engine, prompts: list[list[int]], what: str) -> None:
     with running(engine):
         _warm_up(engine)
@@ -197,7 +184,6 @@ _MEASURES: Final = {
     "server": _on_a_server,
     "disk": _on_a_disk,
     "redis": _on_redis,
-    "files": _on_files,
 }
 
 
