@@ -14,21 +14,23 @@ import pytest
 
 from kvwire.aio import start_task
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
+from packages.vllm.tests.support.decoders import (
+    COUNT,
+    Client,
+    Decoder,
+    moved,
+    mover,
+)
 from packages.vllm.tests.support.proxies import (
     ASK,
-    COUNT,
     D1,
     EVENTS,
     P1,
     PATH,
-    Client,
-    Decoder,
     Engines,
     Said,
     app,
     fleet_in_turns,
-    moved,
-    mover,
     streamed,
     when,
 )

@@ -16,24 +16,27 @@ from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.moving import immovable_field
-from packages.vllm.tests.support.proxies import (
-    ASK,
+from packages.vllm.tests.support.decoders import (
     CHAT,
     COUNT,
+    Client,
+    Decoder,
+    StoppedDecoder,
+    moved,
+    mover,
+    whole,
+)
+from packages.vllm.tests.support.proxies import (
+    ASK,
     D1,
     D2,
     EVENTS,
     P1,
-    Client,
-    Decoder,
     Engines,
     Said,
-    StoppedDecoder,
     app,
     call,
     fleet_in_turns,
-    moved,
-    mover,
     operate,
     refused,
     saying,
@@ -41,7 +44,6 @@ from packages.vllm.tests.support.proxies import (
     streamed,
     turns_until,
     when,
-    whole,
 )
 from tests.support.pairs import turns
 

@@ -21,11 +21,13 @@ from kvwire_vllm.proxy.client import EngineFailed
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE
+from packages.vllm.tests.support.decoders import (
+    Client,
+    Decoder,
+)
 from packages.vllm.tests.support.proxies import (
     ASK,
     EVENTS,
-    Client,
-    Decoder,
     Engines,
     Handler,
     Mortal,
