@@ -182,10 +182,13 @@ class CommunicatorCollector(
 def _certificate(communicator: Communicator) -> Iterator[Metric]:
     """Yield the certificate's validity; nothing unless trust is ``mtls``."""
     found = certificate_of(communicator)
-    for field, verb in (("not_before", "begins"), ("not_after", "ends")):
+    for field, event in (
+        ("not_before", "the certificate's validity begins"),
+        ("not_after", "the validity of the certificate or of its CA ends"),
+    ):
         family = GaugeMetricFamily(
             f"kvwire_certificate_{field}_timestamp_seconds",
-            f"When the certificate's validity {verb}; only with trust mtls",
+            f"When {event}; only with trust mtls",
             labels=["communicator"],
         )
         if found is not None and math.isfinite(getattr(found, field)):

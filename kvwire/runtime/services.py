@@ -58,8 +58,8 @@ class Services:
 
     @property
     def certificate(self) -> Validity | None:
-        """The certificate's validity in ``mtls`` mode. Thread-safe."""
-        return None if self.tls is None else self.tls.current().own.validity
+        """The validity of the certificate and its CA in ``mtls`` mode. Thread-safe."""
+        return None if self.tls is None else self.tls.current().validity
 
     def backend(self, name: str) -> Backend:
         """Return the backend with this name; all connections share it.

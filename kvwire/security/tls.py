@@ -20,11 +20,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import ssl
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from kvwire.config import ANYBODY, Config
@@ -33,7 +35,9 @@ from kvwire.security.keys import read_file
 from kvwire.security.validity import (
     OwnCertificate,
     State,
+    Validity,
     own_certificate,
+    signer_of,
     trouble_of,
 )
 from kvwire.types import PeerIdentity, Role
@@ -86,6 +90,14 @@ class Credentials:
             )
         self._authorities = self.contexts[Role.CLIENT].get_ca_certs()
         self._anchors = [ca["subject"] for ca in self._authorities]
+
+    @property
+    def validity(self) -> Validity:
+        """The time in which peers accept our certificate, at most that of its CA."""
+        own = self.own.validity
+        signer = signer_of(self.own, self._authorities)
+        end = math.inf if signer is None else Validity.of(signer).not_after
+        return replace(own, not_after=min(own.not_after, end))
 
     def trouble(self) -> tuple[State, str]:
         """Return the certificates' worst state, and a text even if no state is bad."""

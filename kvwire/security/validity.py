@@ -126,7 +126,21 @@ def trouble_of(
         why = Validity.of(stale[0]).described(now)
         text = f"tls_ca_file {config.tls_ca_file}: the CA {_name(stale[0])} {why}"
         return ("expired" if len(stale) == len(authorities) else "soon"), text
+    signer = signer_of(own, authorities)
+    if not state and signer is not None:
+        state = Validity.of(signer).state(now)
+        if state:
+            why = Validity.of(signer).described(now)
+            text = f"tls_ca_file {config.tls_ca_file}: the CA {_name(signer)} {why}"
     return state, text
+
+
+def signer_of(
+    own: OwnCertificate, authorities: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    """Return the CA that has signed our certificate, with the latest end if renewed."""
+    signers = [ca for ca in authorities if ca["subject"] == own.issuer]
+    return max(signers, key=lambda ca: Validity.of(ca).not_after, default=None)
 
 
 def _seen(role: Role, pem: str, load: Load) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from kvwire.observe import distributions
 from kvwire.observe.prometheus import CommunicatorCollector
 from kvwire_store.prometheus import StoreCollector
 from tests.support.caches import SPEC, Memory
-from tests.support.certificates import NEAR, Authority
+from tests.support.certificates import NEAR, Authority, issue
 from tests.support.pairs import connected
 
 
@@ -101,6 +101,12 @@ async def test_a_scrape_shows_when_a_certificate_expires(tmp_path: Path) -> None
         new.key_file.replace(config["tls_key_file"])
         new.cert_file.replace(config["tls_cert_file"])
         assert days("not_after") == 300
+        renewed = issue(tmp_path, "kvwire test CA", ca=True, days=(-1, 30))
+        renewed.cert_file.replace(config["tls_ca_file"])
+        newer = issue(tmp_path, NEAR, by=renewed, days=(-1, 300))
+        newer.key_file.replace(config["tls_key_file"])
+        newer.cert_file.replace(config["tls_cert_file"])
+        assert days("not_after") == 30
         plain = Scrape(CommunicatorCollector(other), communicator=other.name)
         assert plain(metric.format("not_after")) is None
 

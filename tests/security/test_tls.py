@@ -468,6 +468,22 @@ def test_a_ca_that_has_expired_is_named(tmp_path: Path, authority: Authority) ->
         assert "the CA 'an old CA' expired on" in said
 
 
+def test_a_ca_that_expires_soon_is_named(tmp_path: Path) -> None:
+    """With it ends what it has signed; the same CA renewed is trusted for longer."""
+    old, new = (
+        issue(tmp_path, "one CA", ca=True, days=days) for days in ((-97, 3), (-1, 99))
+    )
+    config = Authority(tmp_path).config(FAR)
+    mine = issue(tmp_path, FAR, by=old, days=(-1, 90))
+    config |= mine.config | {"tls_ca_file": str(old.cert_file)}
+    found, said = credentials(**config).trouble()
+    assert found == "soon"
+    assert re.search(r"the CA 'one CA' expires on .* in 3 days: renew it", said)
+    both = old.cert_file.read_bytes() + new.cert_file.read_bytes()
+    old.cert_file.write_bytes(both)
+    assert credentials(**config).trouble()[0] == ""
+
+
 def test_what_is_for_neither_role_is_refused(authority: Authority) -> None:
     code = (ExtendedKeyUsageOID.CODE_SIGNING,)
     expect_refused(

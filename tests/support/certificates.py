@@ -53,7 +53,7 @@ class Authority:
 
     def __init__(self, folder: Path, name: str = "kvwire test CA") -> None:
         self.folder = folder
-        self.root = issue(folder, name, ca=True)
+        self.root = issue(folder, name, ca=True, days=(-400, 400))
 
     def config(self, name: str, *peers: str, **wanted: Any) -> dict[str, Any]:
         """Keys of Config for whoever is called ``name`` and accepts ``peers``."""
