@@ -202,7 +202,12 @@ class Acceptor:
         return ""
 
 
-@unusable("write `async for connection in comm.connections()`", "__iter__", "__next__")
+@unusable(
+    "write `async for connection in comm.connections()`",
+    "__iter__",
+    "__next__",
+    "__await__",
+)
 class AcceptQueue(AsyncIterator[Connection]):
     """Holds inbound connections until they are accepted; iterate it to accept them.
 
