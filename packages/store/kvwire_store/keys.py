@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.kv.blocks import Bits, Ids
+from kvwire_store.namespace import ABSENT
 
 Key: TypeAlias = bytes
 """The digest of a block's namespace, and its hash."""
@@ -29,6 +30,13 @@ def as_keys(keys: Iterable[Key]) -> Keys:
 def all_found(slots: Ids) -> bool:
     """Return whether each block has a slot; faster than by arrays."""
     return NO_SLOT not in slots.tolist()
+
+
+def absent(count: int) -> Orders:
+    """Return the orders of blocks that are not there."""
+    orders: Orders = np.empty(count, np.uint8)
+    orders.fill(ABSENT)  # np.full is a function of Python
+    return orders
 
 
 def once(keys: Keys) -> Bits:

@@ -85,9 +85,13 @@ class TierStack:
         orders = self.memory.orders(keys)
         for tier in self.below:
             lacking = orders == ABSENT
-            if not any_of(lacking):
+            count = int(np.add.reduce(lacking))
+            if not count:
                 break
-            orders[lacking] = await tier.find(keys[lacking])
+            if count == keys.size:
+                orders[:] = await tier.find(keys)
+            else:
+                orders[lacking] = await tier.find(keys[lacking])
         return orders
 
     def touch(self, keys: Keys, *, released: bool = False, here: bool = True) -> None:

@@ -43,6 +43,7 @@ from kvwire_store.keys import (
     Key,
     Keys,
     Orders,
+    absent,
     all_found,
     as_keys,
     once,
@@ -53,7 +54,6 @@ from kvwire_store.limits import (
     STORE_NAMESPACES_TOLD,
     STORE_SLABS,
 )
-from kvwire_store.namespace import ABSENT
 from kvwire_store.shared_index import SharedIndex, words_for
 from kvwire_store.tiers.base import TierStats
 from kvwire_store.tiers.slabs import rounded
@@ -135,8 +135,8 @@ class MemoryTier:
         slots = self.index.find(keys)
         if all_found(slots):
             return self.index.orders(slots)
+        orders = absent(keys.size)
         here = slots >= 0
-        orders = np.full(keys.size, ABSENT, np.uint8)
         orders[here] = self.index.orders(slots[here])
         return orders
 

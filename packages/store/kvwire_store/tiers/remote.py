@@ -28,7 +28,7 @@ from kvwire.memory.copy import copy
 from kvwire_store.address import TierAddress
 from kvwire_store.cleanup import drain_or_abort
 from kvwire_store.images import line_of, payload_of
-from kvwire_store.keys import Keys, Orders
+from kvwire_store.keys import Keys, Orders, absent
 from kvwire_store.limits import (
     STORE_INLINE_BYTES,
     STORE_KEYS_MAX,
@@ -153,7 +153,7 @@ class RemoteTier(Tier):
         """
         mapped = self.mapped
         if mapped is None or (kept and not mapped.alone):
-            orders = np.full(keys.size, ABSENT, np.uint8)
+            orders = absent(keys.size)
         else:
             orders = mapped.orders(keys)
             if mapped.complete or not any_of(orders == ABSENT):
@@ -161,7 +161,8 @@ class RemoteTier(Tier):
         lacking = (orders == ABSENT).nonzero()[0]
         try:
             active = self._client.now()
-            await self._tell_touches(active)
+            if self._touches.used:
+                await self._tell_touches(active)
             for part in _by_width(keys[lacking]):
                 which = lacking[part]
                 find = Find(next(active.numbers), Names.of(keys[which]), kept)
@@ -559,9 +560,12 @@ def client_config(address: TierAddress) -> Config:
 
 def _by_width(keys: Keys) -> Iterator[Ids]:
     """Yield the positions of keys for one message each: one length, not too many."""
-    widths = np.fromiter(map(len, keys.tolist()), np.int64, keys.size)
-    for width in sorted(set(widths.tolist())):
-        same = (widths == width).nonzero()[0]
+    listed = list(map(len, keys.tolist()))
+    for width in sorted(set(listed)):
+        if listed.count(width) == keys.size:  # mostly
+            same = np.arange(keys.size)
+        else:
+            same = (np.array(listed) == width).nonzero()[0]
         for first in range(0, same.size, STORE_KEYS_MAX):
             yield same[first : first + STORE_KEYS_MAX]
 

@@ -34,13 +34,13 @@ from kvwire.directory.registry import open_directory
 from kvwire.errors import KVWireError, UsageError, error_text, without_password
 from kvwire.kv.blocks import Bits, Ids
 from kvwire_store.address import TierAddress
-from kvwire_store.keys import Keys, Orders
+from kvwire_store.keys import Keys, Orders, absent
 from kvwire_store.limits import (
     STORE_NODE_TIMEOUT_S,
     STORE_NODES_MAX,
     STORE_TIMEOUT_S_MAX,
 )
-from kvwire_store.namespace import ABSENT, Namespace
+from kvwire_store.namespace import Namespace
 from kvwire_store.placement import BlockState, Placement, Placing, Verb, VerbKind
 from kvwire_store.tiers.base import Batch, BlockResult, BlockResults, Tier
 from kvwire_store.tiers.remote import OPTIONS, RemoteTier, client_config
@@ -148,7 +148,7 @@ class ShardedTier(Tier):
 
         One round trip to each node, side by side.
         """
-        orders = np.full(keys.size, ABSENT, np.uint8)
+        orders = absent(keys.size)
 
         async def ask(tier: RemoteTier, which: Ids) -> None:
             orders[which] = await tier.find(keys[which])

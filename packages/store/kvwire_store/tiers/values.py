@@ -28,7 +28,7 @@ from kvwire.aio import Upkeep, run_to_completion
 from kvwire.errors import UsageError, error_text, printable
 from kvwire.kv.blocks import Bits, Ids
 from kvwire_store.address import TierAddress
-from kvwire_store.keys import Key, Keys, Orders
+from kvwire_store.keys import Key, Keys, Orders, absent
 from kvwire_store.limits import (
     STORE_NODE_TIMEOUT_S,
     STORE_OBJECT_ABSENT_S,
@@ -162,7 +162,7 @@ class KeyValueTier(ValueIO, CodedTier):
         are not remembered cost one round trip.
         """
         memory = self._memory
-        orders = np.full(keys.size, ABSENT, np.uint8)
+        orders = absent(keys.size)
         asked = np.arange(keys.size)
         if memory is not None:
             orders, asked = memory.look_up(keys)
