@@ -605,7 +605,8 @@ class Transfers:
         transfer = self.records.get(request)
         segments = () if transfer is None else transfer.segments.values()
         buffers = [s.buffer for s in segments if s.buffer is not None]
-        self._holds.retire(*buffers)
+        if buffers:
+            self._holds.retire(*buffers)
         return buffers
 
     def _find(self, header: Header, *kinds: RequestKind) -> RequestRecord | None:

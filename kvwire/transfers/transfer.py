@@ -430,6 +430,8 @@ class Transfer(AsyncWith):
         """Release a leg's memory, and count it as busy until it drains."""
         buffers = self._services.buffers
         released = leg.release()
+        if not released:
+            return
         buffers.collect()
         for buffer in buffers.undrained(released):
             self._busy += 1
@@ -556,7 +558,8 @@ class Transfer(AsyncWith):
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        self._watch_lease()
+        if self._lease is not None:
+            self._watch_lease()
         if self._asking is not None:
             self._asking.cancel()
         if self._expiry is not None:
