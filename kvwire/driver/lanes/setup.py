@@ -2,8 +2,11 @@
 
 The client tries the transports that the server has found possible, in the server's
 order, until a lane is open on both sides. The server answers each attempt. Both record
-why each transport failed: see :mod:`kvwire.driver.lanes.state`. If a lane breaks later,
-the client reopens it: see :mod:`kvwire.driver.lanes.reconnect`.
+why each transport failed: see :mod:`kvwire.driver.lanes.state`.
+
+If a lane breaks later, the client reopens it, as long as the connection lives; data
+uses the remaining paths meanwhile. A port may have been down, a device reset or a limit
+of the system reached, and a minute later the cause may be gone.
 """
 
 from __future__ import annotations
@@ -13,10 +16,9 @@ import logging
 from collections.abc import Callable
 from typing import Final
 
-from kvwire.aio import start_task
+from kvwire.aio import Upkeep, start_task
 from kvwire.backend.lane import LaneContext, LaneHandler
 from kvwire.driver.lanes.active_transport import ActiveTransport
-from kvwire.driver.lanes.reconnect import LaneReconnector
 from kvwire.driver.lanes.state import LaneEndpoint, LaneInput, LaneState
 from kvwire.driver.ports import PathOwner
 from kvwire.errors import BackendUnavailable, KVWireError, again
@@ -30,6 +32,11 @@ from kvwire.proto.state import CloseState
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")
 
+# A broken lane is reopened after a pause, which doubles, with jitter. Recovery within a
+# second is unlikely, and each attempt creates threads and registered memory on both
+# sides. After an outage of a minute, another minute is acceptable.
+RERAISE_S: Final = 1.0
+RERAISE_S_MAX: Final = 60.0
 # If a peer has refused a lane this often in a row, for two minutes or so, it is asked
 # rarely: its device has gone, or its system's limits are reached.
 REFUSALS_MAX: Final = 8
@@ -70,8 +77,8 @@ class LaneSetup:
         self._refusals = 0
         # Asks a peer again that has refused often.
         self._asking_again: asyncio.TimerHandle | None = None
-        # Created when the first lane breaks.
-        self._reconnector: LaneReconnector | None = None
+        # Reopens lanes, one after the other; made when the first one breaks.
+        self._reopening: Upkeep | None = None
         # Called with each lane that opens.
         self.on_open: Callable[[LaneEndpoint], None] | None = None
         self._initial_set: asyncio.Future[None] = (
@@ -81,8 +88,8 @@ class LaneSetup:
     @property
     def busy(self) -> bool:
         """Whether an endpoint is being created or may still be created."""
-        reconnector = self._reconnector
-        return bool(self._tasks) or (reconnector is not None and reconnector.busy)
+        reopening = self._reopening
+        return bool(self._tasks) or (reopening is not None and reopening.running)
 
     @property
     def _needed(self) -> bool:
@@ -351,12 +358,31 @@ class LaneSetup:
 
     def reopen_lost(self) -> None:
         """Replace the broken lanes."""
-        if self._reconnector is None and self._lacks():
-            self._reconnector = LaneReconnector(
-                self._lacks, self._reopen, self._owner.check_ended
-            )
-        if self._reconnector is not None:
-            self._reconnector.lost()
+        if not self._lacks():
+            return
+        if self._reopening is None:
+            # One that breaks as soon as it is open is reopened only after a pause.
+            self._reopening = Upkeep(RERAISE_S, RERAISE_S_MAX, steady_s=RERAISE_S_MAX)
+        if not self._reopening.running:
+            self._reopening.lost("a lane has broken")
+            over = self._reopening.start(self._reopen_all)
+            over.add_done_callback(lambda _: self._owner.check_ended())
+
+    async def _reopen_all(self) -> None:
+        assert self._reopening is not None
+        async for _ in self._reopening:
+            if not self._lacks():
+                return
+            try:
+                await self._reopen()
+            except BackendUnavailable as exc:
+                self._reopening.lost(str(exc))
+            except KVWireError:
+                return  # the connection has ended
+            else:
+                self._reopening.back()
+                if self._lacks():
+                    self._reopening.lost("more lanes have broken")
 
     def cancel(self) -> None:
         """Stop opening lanes, because the connection ends."""
@@ -364,8 +390,8 @@ class LaneSetup:
             task.cancel()
         if self._joining is not None:
             self._joining.cancel()
-        if self._reconnector is not None:
-            self._reconnector.cancel()
+        if self._reopening is not None:
+            self._reopening.cancel()
         if self._asking_again is not None:
             self._asking_again.cancel()
         for number in list(self._unready):
