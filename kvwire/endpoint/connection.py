@@ -133,15 +133,12 @@ class Connection(AsyncWith):
         self._message_bytes = services.config.message_bytes
         self._core = core
         self._outbox = core.outbox
-        # Identifies this connection on both sides.
-        self._digest: bytes = core.agreement.digest[:16]
-        # The dialled address, on the side that connected.
-        self._dialled: Dialled | None = None
+        self._digest: bytes = core.agreement.digest[:16]  # the same on both sides
+        self._dialled: Dialled | None = None  # on the side that connected
         self._driver = ConnectionDriver(link, core, services, lanes, peer)
         self._shown = OwnWindows(self._driver, windows)
         self._opened = PeerWindows(self._driver)
-        # Created by the first request with device memory.
-        self._on_device: DeviceRequests | None = None
+        self._on_device: DeviceRequests | None = None  # made when first needed
         self._on_ended = ended
         self._driver.serve(self, self._acts())
         self._driver.lane_setup.on_open = self._shown.lane_opened

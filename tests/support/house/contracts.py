@@ -167,6 +167,7 @@ CHECKS = (
             "kvwire/cli/",
             "kvwire/endpoint/",
             "kvwire/proto/",
+            "packages/certify/kvwire_certify/bench/",
             "packages/certify/kvwire_certify/targets/",
             "packages/certify/kvwire_certify/conformance/",
             "packages/certify/kvwire_certify/tiers.py",
