@@ -13,7 +13,6 @@ about 50 times slower than this machine, and the limits of time are meant for th
 """
 
 import contextlib
-import importlib.util
 import os
 import queue
 import signal
@@ -26,13 +25,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 GUEST = Path(__file__).with_name("guest")
 PYTHON = sys.executable
 FIRST = "192.168.78.1"  # of two; the other one is .2
 _NOT_PASSED = ("UCX_", "KVWIRE_")
 LIFE_S = 1800.0
+# Of the wire of two hosts: room for rxe's largest packets, since a guest's time goes
+# into their number.
+MTU_BYTES = 4500
 PING = "busybox ping -c 3 -W 20"
 _END = "rig-status"
 # What is written before the guest has opened its console would be lost.
@@ -48,7 +48,7 @@ class Host:
     """A guest whose shell waits for commands."""
 
     def __init__(self, out: Path, wire: str = "", life_s: float = LIFE_S) -> None:
-        net = ["--net", wire] if wire else []
+        net = ["--net", wire, "--mtu", str(MTU_BYTES)] if wire else []
         self.out = out
         # Not in `out`: the path of a Unix socket has 107 bytes.
         self._folder = tempfile.TemporaryDirectory(prefix="rdma-")
@@ -184,26 +184,6 @@ class Host:
 def let_pass(seconds: float) -> None:
     """Wait for a moment in the middle of what goes on."""
     time.sleep(seconds)
-
-
-def newer_ucx() -> str:
-    """Return a command after which a guest uses the UCX of NIXL's wheel, with verbs.
-
-    The wheel's own libibverbs finds no provider of Debian's, so in the guest Debian's
-    takes its place. Nothing outside the guest changes.
-    """
-    spec = importlib.util.find_spec("nixl_cu12")
-    if spec is None or spec.origin is None:
-        pytest.skip("windows by verbs need UCX 1.19: `make test-rdma` installs NIXL's")
-    libs = Path(spec.origin).parents[1] / "nixl_cu12.libs"
-    (ucp,) = libs.glob("libucp-*.so.*")
-    system = "/usr/lib/x86_64-linux-gnu"
-    (verbs,) = libs.glob("libibverbs-*.so.*")
-    (mlx5,) = libs.glob("libmlx5-*.so.*")
-    return (
-        f"ln -sf {system}/libibverbs.so.1 {verbs}; "
-        f"ln -sf {system}/libmlx5.so.1 {mlx5}; export LIBUCP={ucp}"
-    )
 
 
 def free_port() -> int:

@@ -7,9 +7,11 @@ Each block names its transfer and its place. Before a pull the memory is filled 
 another value, and after `drained` again, so that a late write is found at the next use;
 the owner's memory too, so that a late read shows in what the reader has. Each prints a
 line of JSON for each transfer, and `pull` one for all as well; it ends with status 1 if
-any byte was wrong. With `--require` nothing but `ucx` may carry the data. With `--hold`
-the reader says when it has the first half of the layers, and the owner waits for
-SIGUSR1 with the second.
+any byte was wrong. `--over` names the transport, and with `--require` nothing else may
+carry the data. `--fragments` are the sizes of the pieces of memory: each transfer has
+the next one. With `--hold` the reader says when it has the first half of the layers,
+and the owner waits for SIGUSR1 with the second; with `--give-up` as well, the reader
+aborts in the middle of that.
 """
 
 import argparse
@@ -30,11 +32,8 @@ import kvwire
 from tests.rdma.hosts import FIRST
 
 PORT: Final = 7400
-# 64 KiB are one layer of a block: read where they lie, rather than packed.
-SPEC: Final = kvwire.KVSpec(
-    layers=4, kv_heads=8, head_dim=64, block_tokens=16, dtype="float32"
-)
-HALF: Final = SPEC.layers // 2
+LAYERS: Final = 4
+HALF: Final = LAYERS // 2
 CANARY: Final = 0x7B7B7B7B
 # A guest is slow, and a loaded machine makes it slower.
 DEADLINE_S: Final = 120.0
@@ -45,21 +44,37 @@ KEY: Final = "5b" * 32
 Words = npt.NDArray[Any]
 
 
-def _cache(blocks: int) -> tuple[kvwire.PagedCache, Words]:
-    """A cache, and its memory as words by layer and block."""
-    shape = (SPEC.layers, blocks, 2, 16, SPEC.kv_heads, SPEC.head_dim)
-    words = np.full(shape, CANARY, np.uint32)
+def _memory(options: argparse.Namespace) -> list[tuple[kvwire.PagedCache, Words]]:
+    """A cache for each size of fragments, and its memory as words by layer and block.
+
+    Transfers take them in turn.
+    """
+    return [_cache(options.mib, kib) for kib in options.fragments]
+
+
+def _cache(mib: int, fragment_kib: int) -> tuple[kvwire.PagedCache, Words]:
+    spec = kvwire.KVSpec(
+        layers=LAYERS,
+        kv_heads=8,
+        head_dim=64,
+        block_tokens=fragment_kib // 4,
+        dtype="float32",
+    )
+    blocks = max(1, mib * 1024 // (fragment_kib * LAYERS))
+    words = np.full((LAYERS, blocks, 2, spec.block_tokens, 8, 64), CANARY, np.uint32)
     tensors = [layer.view(np.float32) for layer in words]
-    return kvwire.PagedCache(SPEC, tensors, layout="NHD"), words.reshape(
-        SPEC.layers, blocks, -1
+    return kvwire.PagedCache(spec, tensors, layout="NHD"), words.reshape(
+        LAYERS, blocks, -1
     )
 
 
-def _expected(number: int, blocks: int) -> Words:
-    """What a transfer moves: each word names its layer and block, and the transfer."""
-    place = np.arange(SPEC.layers * blocks, dtype=np.uint32)
-    seed = np.uint32(0x0100_0000) + np.uint32(number << 14)
-    return seed + place.reshape(SPEC.layers, blocks, 1)
+def _expected(number: int, words: Words) -> Words:
+    """What a transfer moves: each word names the transfer, and its place."""
+    layers, blocks, length = words.shape
+    place = np.arange(layers * blocks, dtype=np.uint32)
+    piece = (place + np.uint32(number << 14)) * np.uint32(0x9E3779B1)
+    found: Words = piece[:, None] + np.arange(length, dtype=np.uint32)
+    return found.reshape(words.shape)
 
 
 def config(options: argparse.Namespace) -> kvwire.Config:
@@ -71,13 +86,18 @@ def config(options: argparse.Namespace) -> kvwire.Config:
     return kvwire.Config.load(
         trust="psk",
         psk_file=KEY_FILE,
-        require=("ucx",) if options.require else (),
-        prefer=("ucx",),
+        require=(options.over,) if options.require else (),
+        prefer=(options.over,),
         handshake_timeout_s=60.0,
         ping_interval_s=5.0,
         lease_s=options.deadline,
         one_sided_windows="peers",
     )
+
+
+def _written(memory: list[tuple[kvwire.PagedCache, Words]]) -> int:
+    """How many words are no longer as they were after the last use."""
+    return sum(int((words != CANARY).sum()) for _, words in memory)
 
 
 def _print(number: int, outcome: kvwire.Outcome, **more: object) -> None:
@@ -92,7 +112,7 @@ def _print(number: int, outcome: kvwire.Outcome, **more: object) -> None:
 
 async def serve(options: argparse.Namespace) -> int:
     """Publish one transfer after the other, from memory filled anew for each."""
-    cache, words = _cache(options.blocks)
+    memory = _memory(options)
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -104,15 +124,15 @@ async def serve(options: argparse.Namespace) -> int:
         print("listening", flush=True)
         with contextlib.suppress(asyncio.CancelledError):
             for number in range(options.start, options.start + options.count):
-                words[:] = _expected(number, options.blocks)
-                out = comm.publish(
-                    str(number), cache, range(options.blocks), deadline=options.deadline
-                )
+                cache, words = memory[number % len(memory)]
+                words[:] = _expected(number, words)
+                ids = range(words.shape[1])
+                out = comm.publish(str(number), cache, ids, deadline=options.deadline)
                 out.ready(layers=slice(0, HALF))
                 if options.hold:
                     await go_on.wait()
                     go_on.clear()
-                out.ready(layers=slice(HALF, SPEC.layers))
+                out.ready(layers=slice(HALF, LAYERS))
                 out.finish()
                 outcome = await out
                 await out.drained()
@@ -125,26 +145,29 @@ async def serve(options: argparse.Namespace) -> int:
 
 async def pull(options: argparse.Namespace) -> int:
     """Pull them, and compare each word."""
-    blocks = options.blocks
-    cache, words = _cache(blocks)
+    memory = _memory(options)
     ends: Counter[str] = Counter()
-    wrong = late = 0
+    wrong = late = nbytes = 0
     began = time.monotonic()
     async with kvwire.open(config(options), name="reader") as comm:
         peer = comm.peer(f"{options.at}:{PORT}")
         for number in range(options.start, options.start + options.count):
-            incoming = peer.pull(
-                str(number), cache, range(blocks), deadline=options.deadline
-            )
+            cache, words = memory[number % len(memory)]
+            ids = range(words.shape[1])
+            incoming = peer.pull(str(number), cache, ids, deadline=options.deadline)
             if options.hold:
                 with contextlib.suppress(kvwire.RequestError):  # the outcome has it
                     await incoming.layer(HALF - 1)
                     print(f"half of {number}", flush=True)
+                    if options.give_up:
+                        await incoming.layer(HALF)  # and the next one is on its way
+                        incoming.abort("it gave up")
             outcome = await incoming
             landed = outcome.landed.ids()
-            differs = words[:, landed] != _expected(number, blocks)[:, landed]
+            differs = words[:, landed] != _expected(number, words)[:, landed]
             bad = int(differs.any(axis=-1).sum())
             wrong += bad
+            nbytes += words[:, landed].nbytes
             ends[outcome.state] += 1
             await incoming.drained()
             words[:] = CANARY
@@ -153,14 +176,16 @@ async def pull(options: argparse.Namespace) -> int:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(options.watch):
                     await asyncio.Event().wait()  # nothing may happen meanwhile
-            late += int((words != CANARY).sum())
-    late += int((words != CANARY).sum())  # the communicator is closed
+            late += _written(memory)
+            if options.once_lost and outcome.state != "complete":
+                break
+    late += _written(memory)  # the communicator is closed
     summary = {
         **ends,
         "wrong": wrong,
         "late": late,
         "seconds": round(time.monotonic() - began, 2),
-        "bytes": int(words.nbytes) * ends["complete"],
+        "bytes": nbytes,
     }
     print("summary " + json.dumps(summary), flush=True)
     return 1 if wrong or late else 0
@@ -172,12 +197,19 @@ def main() -> int:
     parser.add_argument("role", choices=["serve", "pull"])
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--start", type=int, default=0, help="the first one's number")
-    parser.add_argument("--blocks", type=int, default=16, help="of 256 KiB")
+    parser.add_argument("--mib", type=int, default=4, help="of each transfer")
+    # 64 KiB: read where they lie, rather than packed.
+    parser.add_argument("--fragments", type=int, nargs="+", default=[64], help="KiB")
+    parser.add_argument("--over", default="ucx", help="the transport")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S)
     parser.add_argument("--watch", type=float, default=0.0, help="s after each one")
     parser.add_argument("--at", default=FIRST, help="the owner's address")
     parser.add_argument("--require", action="store_true")
     parser.add_argument("--hold", action="store_true")
+    parser.add_argument(
+        "--once-lost", action="store_true", help="end with the first that is incomplete"
+    )
+    parser.add_argument("--give-up", action="store_true")
     options = parser.parse_args()
     return asyncio.run((serve if options.role == "serve" else pull)(options))
 

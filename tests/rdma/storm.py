@@ -1,14 +1,17 @@
 """Transfers between two hosts under random faults, for a number of seconds.
 
     python -m tests.rdma.storm --seconds 600
+    python -m tests.rdma.storm --seconds 600 --seed 7 --first 40
 
 In each round an owner and a reader move some transfers, and one fault falls into them:
-a process is killed, the cable is out, a machine stands still, packets are lost. The
-seed is printed, and `--seed` repeats its faults. It ends with status 1 if a byte was
-wrong or late, a round did not end, or a process ended that nobody had killed.
+a process is killed, the cable is out, a machine stands still, packets are lost, a
+device is removed. The seed is printed; with `--seed` and the number of a round the
+storm goes on from there. It ends with status 1 if a byte was wrong or late, a round did
+not end, or a process ended that nobody had killed.
 """
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -22,8 +25,8 @@ from typing import Final
 from tests.rdma.hosts import PYTHON, Host, HostError, free_port, let_pass, two
 
 MOVER: Final = f"{PYTHON} -m tests.rdma.mover"
-TRANSFERS: Final = 4  # of each round
-BLOCKS: Final = 64  # 16 MiB
+TRANSFERS: Final = 12  # of each round
+MIB: Final = 4  # of each transfer
 DEADLINE_S: Final = 60.0
 # How long a round may take before it counts as stuck.
 ROUND_S: Final = 300.0
@@ -64,6 +67,13 @@ def _packets_lost(first: Host, second: Host, chance: random.Random) -> str:
     return ""
 
 
+def _device_removed(first: Host, second: Host, chance: random.Random) -> str:
+    """The kernel waits for those who use it, and they go on."""
+    host = chance.choice((first, second))
+    host.start("removal", "rdma link del rxe0")
+    return ""
+
+
 FAULTS: Final[dict[str, Fault]] = {
     "nothing": _nothing,
     "owner killed": _owner_killed,
@@ -71,24 +81,30 @@ FAULTS: Final[dict[str, Fault]] = {
     "cable out": _cable_out,
     "machine stands still": _machine_stands_still,
     "packets lost": _packets_lost,
+    "device removed": _device_removed,
 }
+NO_REMOVAL: Final = "until ! busybox pidof rdma; do sleep 0.1; done >/dev/null"
+DEVICE: Final = (
+    "[ -e /sys/class/infiniband/rxe0 ] || rdma link add rxe0 type rxe netdev eth0"
+)
 
 
 def play(hosts: tuple[Host, Host], name: str, chance: random.Random) -> Counter[str]:
     """Play one round, and return what it came to."""
     first, second = hosts
-    options = f"--count {TRANSFERS} --blocks {BLOCKS} --deadline {DEADLINE_S:g}"
+    options = f"--count {TRANSFERS} --mib {MIB} --deadline {DEADLINE_S:g}"
     first.start("owner", f"{MOVER} serve {options}")
     found: Counter[str] = Counter()
     try:
-        first.wait_for("owner", "listening")
-        second.start("reader", f"{MOVER} pull {options}")
+        second.start("reader", f"{MOVER} pull --once-lost {options}")
         second.wait_for("reader", '{"transfer": 0')
         let_pass(chance.uniform(0, 1.5))
         killed = FAULTS[name](first, second, chance)
         ended = [("reader", second.wait_for("reader", "rig-status", ROUND_S))]
         first.stop("owner", "TERM")
         ended.append(("owner", first.wait_for("owner", "rig-status", ROUND_S)))
+        for host in hosts:
+            host.run(f"{NO_REMOVAL}; {DEVICE}")
     except HostError as exc:
         print(exc)
         found["stuck"] += 1
@@ -111,30 +127,38 @@ def play(hosts: tuple[Host, Host], name: str, chance: random.Random) -> Counter[
     return found
 
 
+def fault_of(seed: int, number: int) -> str:
+    """Return the fault of a round: each comes once before any comes again."""
+    cycle, place = divmod(number, len(FAULTS))
+    return random.Random(f"{seed} faults {cycle}").sample(list(FAULTS), len(FAULTS))[
+        place
+    ]
+
+
 def main() -> int:
     """Play rounds until the time is over."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--first", type=int, default=0, help="the round to begin with")
     parser.add_argument("--fault", choices=list(FAULTS), help="this one alone")
     options = parser.parse_args()
     print(f"seed {options.seed}", flush=True)
-    chance = random.Random(options.seed)
     total: Counter[str] = Counter(dict.fromkeys(BAD, 0))
     with (
         tempfile.TemporaryDirectory() as out,
         two(Path(out), free_port(), life_s=options.seconds + 2 * ROUND_S) as hosts,
     ):
         end = time.monotonic() + options.seconds
-        waiting: list[str] = []
-        while time.monotonic() < end:
-            # Each comes once before any comes again.
-            waiting = waiting or chance.sample(list(FAULTS), len(FAULTS))
-            name = options.fault or waiting.pop()
+        for number in itertools.count(options.first):
+            if time.monotonic() > end:
+                break
+            chance = random.Random(f"{options.seed} {number}")
+            name = options.fault or fault_of(options.seed, number)
             found = play(hosts, name, chance)
             total.update(found)  # with what is 0
             total["rounds"] += 1
-            print(f"{total['rounds']}: {name}: {dict(found)}", flush=True)
+            print(f"{number}: {name}: {dict(found)}", flush=True)
     print("all", json.dumps(total), flush=True)
     return 1 if any(total[what] for what in BAD) else 0
 

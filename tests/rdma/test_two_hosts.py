@@ -3,22 +3,25 @@
 Every block that is called landed has its bytes, and nothing is written after `drained`.
 """
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.rdma.hosts import PYTHON, Host, newer_ucx
+from tests.rdma.hosts import PYTHON, Host
 
 pytestmark = pytest.mark.timeout(600)
 MOVER = f"{PYTHON} -m tests.rdma.mover"
 WINDOWS = f"{PYTHON} -m tests.rdma.windows"
-BLOCKS = 128
+ENDS = f"{PYTHON} -m tests.rdma.ends"
+MIB = 32
 OUTAGE_S = 5.0
 PATIENCE_S = 600.0
-MTU_BYTES = 1024  # of rxe over a wire of 1,500 bytes
+RDMA_MTU_BYTES = 4096  # of rxe over this wire
 
 
 def _packets(host: Host) -> int:
@@ -28,10 +31,9 @@ def _packets(host: Host) -> int:
 
 @contextmanager
 def _serving(first: Host, options: str) -> Iterator[None]:
-    """An owner, whom nothing but the end of the block ends."""
+    """An owner, whom nothing but the end of the block ends; readers wait for it."""
     first.start("owner", f"{MOVER} serve {options}")
     try:
-        first.wait_for("owner", "listening")
         yield
         first.stop("owner", "TERM")
         first.wait_for("owner", "rig-status 0")
@@ -40,10 +42,10 @@ def _serving(first: Host, options: str) -> Iterator[None]:
 
 
 @contextmanager
-def _half_way(hosts: tuple[Host, Host]) -> Iterator[None]:
+def _half_way(hosts: tuple[Host, Host], options: str = "") -> Iterator[None]:
     """A reader that has half of a transfer, and an owner that then sends the rest."""
     first, second = hosts
-    second.start("reader", f"{MOVER} pull --hold --blocks {BLOCKS}")
+    second.start("reader", f"{MOVER} pull --hold --mib {MIB} {options}")
     second.wait_for("reader", "half of 0", PATIENCE_S)
     first.stop("owner", "USR1")
     yield
@@ -91,7 +93,9 @@ def test_blocks_travel_as_rdma_packets(
     _nothing_wrong(summary)
     assert summary["complete"] == 3
     _over_verbs(transfers, verbs)
-    assert _packets(first) + _packets(second) - before > summary["bytes"] // MTU_BYTES
+    assert (
+        _packets(first) + _packets(second) - before > summary["bytes"] // RDMA_MTU_BYTES
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,8 +112,8 @@ def test_an_impaired_wire_changes_no_byte(
     for host in hosts:
         host.run(f"tc qdisc add dev eth0 root netem {impairment}")
     try:
-        with _serving(first, "--blocks 8"):
-            transfers, summary = _pulled(second.run(f"{MOVER} pull --blocks 8", 300))
+        with _serving(first, "--mib 2"):
+            transfers, summary = _pulled(second.run(f"{MOVER} pull --mib 2", 300))
     finally:
         for host in hosts:
             host.run("tc qdisc del dev eth0 root")
@@ -118,15 +122,42 @@ def test_an_impaired_wire_changes_no_byte(
     assert summary["complete"] == 1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_gib_on_a_bad_wire(hosts: tuple[Host, Host]) -> None:
+    """In pieces of many sizes, with lost packets, and 5 s without a wire."""
+    first, second = hosts
+    options = "--mib 64 --count 16 --fragments 4 16 64 256 1024 --deadline 1200"
+    for host in hosts:
+        # A lost packet that none follows is sent again after this time; by default 1 s.
+        host.run("export UCX_RC_TIMEOUT=50ms")
+        host.run("tc qdisc add dev eth0 root netem loss 1%")
+    try:
+        with _serving(first, options):
+            second.start("reader", f"{MOVER} pull {options}")
+            second.wait_for("reader", '{"transfer": 7', 1200)
+            first.unplug(OUTAGE_S)
+            printed = second.wait_for("reader", "rig-status 0", 1200)
+    finally:
+        for host in hosts:
+            host.run("tc qdisc del dev eth0 root; unset UCX_RC_TIMEOUT")
+    transfers, summary = _pulled(printed)
+    _nothing_wrong(summary)
+    assert summary["complete"] == 16
+    assert summary["bytes"] == 1 << 30
+    for each in transfers:
+        _over_verbs([each])
+
+
 def test_readers_name_another_gid_or_device(hosts: tuple[Host, Host]) -> None:
     first, second = hosts
-    with _serving(first, f"--blocks 8 --count 2 --deadline {PATIENCE_S:g}"):
+    with _serving(first, f"--mib 2 --count 2 --deadline {PATIENCE_S:g}"):
         second.run("export UCX_IB_GID_INDEX=1")  # of IPv4
-        printed = [second.run(f"{MOVER} pull --blocks 8", PATIENCE_S)]
+        printed = [second.run(f"{MOVER} pull --mib 2", PATIENCE_S)]
         second.run("unset UCX_IB_GID_INDEX; rdma link del rxe0")
         second.run("rdma link add rxe7 type rxe netdev eth0")
         try:
-            printed += [second.run(f"{MOVER} pull --blocks 8 --start 1", PATIENCE_S)]
+            printed += [second.run(f"{MOVER} pull --mib 2 --start 1", PATIENCE_S)]
         finally:
             second.run("rdma link del rxe7; rdma link add rxe0 type rxe netdev eth0")
     for text, device in zip(printed, ("rxe0", "rxe7"), strict=True):
@@ -141,14 +172,34 @@ def test_a_reader_that_may_lock_little_memory_uses_tcp(
 ) -> None:
     """Root may lock any, unless it gives that up."""
     first, second = hosts
-    with _serving(first, f"--blocks 8 --deadline {PATIENCE_S:g}"):
+    with _serving(first, f"--mib 2 --deadline {PATIENCE_S:g}"):
         limited = "ulimit -l 8192; setpriv --bounding-set=-ipc_lock"
-        printed = second.run(f"({limited} {MOVER} pull --blocks 8)", PATIENCE_S)
+        printed = second.run(f"({limited} {MOVER} pull --mib 2)", PATIENCE_S)
     transfers, summary = _pulled(printed)
     _nothing_wrong(summary)
     assert summary["complete"] == 1
     assert "tcp: taken" in transfers[0]["way"]
     assert "may lock 8192 KiB" in transfers[0]["way"]
+
+
+def _newer_ucx() -> str:
+    """Return a command after which a guest uses the UCX of NIXL's wheel, with verbs.
+
+    The wheel's own libibverbs finds no provider of Debian's, so in the guest Debian's
+    takes its place. Nothing outside the guest changes.
+    """
+    spec = importlib.util.find_spec("nixl_cu12")
+    if spec is None or spec.origin is None:
+        pytest.skip("windows by verbs need UCX 1.19: `make test-rdma` installs NIXL's")
+    libs = Path(spec.origin).parents[1] / "nixl_cu12.libs"
+    (ucp,) = libs.glob("libucp-*.so.*")
+    system = "/usr/lib/x86_64-linux-gnu"
+    (verbs,) = libs.glob("libibverbs-*.so.*")
+    (mlx5,) = libs.glob("libmlx5-*.so.*")
+    return (
+        f"ln -sf {system}/libibverbs.so.1 {verbs}; "
+        f"ln -sf {system}/libmlx5.so.1 {mlx5}; export LIBUCP={ucp}"
+    )
 
 
 # --- windows --------------------------------------------------------------------------
@@ -159,7 +210,7 @@ def test_a_window_is_read_by_rdma(hosts: tuple[Host, Host], planted: bool) -> No
     """While its owner overwrites it: nothing stale or torn lands."""
     first, second = hosts
     for host in hosts:
-        host.run(newer_ucx())
+        host.run(_newer_ucx())
     options = " --plant" if planted else ""
     first.start("owner", f"{WINDOWS} own")
     try:
@@ -180,6 +231,88 @@ def test_a_window_is_read_by_rdma(hosts: tuple[Host, Host], planted: bool) -> No
     assert bool(summary["missing"]) is not planted
 
 
+# --- NIXL -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nixl(hosts: tuple[Host, Host]) -> Iterator[str]:
+    """Options of the mover with which NIXL alone moves blocks, and by verbs alone."""
+    for host in hosts:
+        host.run(_newer_ucx())
+        host.run("export UCX_TLS=rc_verbs,ud_verbs,self UCX_NET_DEVICES=rxe0:1")
+    yield "--over nixl --require"
+    for host in hosts:
+        host.run("unset LIBUCP UCX_TLS UCX_NET_DEVICES")
+
+
+def test_nixl_moves_blocks_as_rdma_packets(hosts: tuple[Host, Host], nixl: str) -> None:
+    first, second = hosts
+    before = _packets(first) + _packets(second)
+    with _serving(first, f"{nixl} --count 2"):
+        printed = second.run(f"{MOVER} pull {nixl} --count 2", PATIENCE_S)
+    transfers, summary = _pulled(printed)
+    _nothing_wrong(summary)
+    assert summary["complete"] == 2
+    assert "nixl: taken" in transfers[0]["way"]
+    assert (
+        _packets(first) + _packets(second) - before > summary["bytes"] // RDMA_MTU_BYTES
+    )
+
+
+@pytest.mark.parametrize("over", ["nixl", "ucx"])
+def test_a_reader_that_gives_up_has_its_memory_to_itself(
+    hosts: tuple[Host, Host], nixl: str, over: str
+) -> None:
+    """Once it has drained: what arrives later is not written."""
+    # A lane has less in flight than a layer has bytes.
+    options = f"{nixl.replace('nixl', over)} --mib 128"
+    with _serving(hosts[0], f"{options} --hold"):
+        with _half_way(hosts, f"{options} --give-up --watch 5"):
+            pass
+        transfers, summary = _pulled(hosts[1].printed("reader"))
+    _nothing_wrong(summary)
+    assert transfers[0]["state"] == "partial"
+    assert "gave up" in transfers[0]["why"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "case", "cached"),
+    [
+        ("nixl", "cancel", "y"),
+        ("nixl", "withdraw", "y"),
+        ("nixl", "stale", "y"),
+        ("nixl", "stale", "n"),
+        ("ucx", "stale", "y"),
+        ("ucx", "stale", "n"),
+    ],
+)
+def test_what_others_do_to_memory_over_verbs(
+    hosts: tuple[Host, Host], nixl: str, target: str, case: str, cached: str
+) -> None:
+    """As docs/topics/certified.md has it: none of it is kvwire's."""
+    first, second = hosts
+    settings = f"UCX_RCACHE_ENABLE={cached} UCX_LOG_LEVEL=fatal"
+    first.start("owner", f"{settings} {ENDS} own {target}")
+    try:
+        first.wait_for("owner", "listening")
+        command = f"{settings} {ENDS} read {target} {case} 2>/dev/null"
+        printed = second.run(command, PATIENCE_S, check=False)
+    finally:
+        first.stop("owner", "KILL")
+    (found,) = (line for line in printed.splitlines() if line.startswith("summary "))
+    held = json.loads(found.removeprefix("summary "))
+    if case == "cancel":
+        assert held["get"] == "cancelled"
+        assert held["first"]  # in memory that the reader had used again
+    elif cached == "y":
+        assert held["get"] == "landed: True"
+        assert held["later"]
+    else:
+        assert "landed" not in held["get"]
+        assert held["first"] == held["later"] == 0
+
+
 # --- faults in the middle of a transfer -----------------------------------------------
 
 
@@ -198,7 +331,7 @@ def test_a_window_is_read_by_rdma(hosts: tuple[Host, Host], planted: bool) -> No
 def test_an_outage_of_seconds_delays_a_transfer(
     hosts: tuple[Host, Host], fault: Callable[[Host, Host], None]
 ) -> None:
-    with _serving(hosts[0], f"--hold --blocks {BLOCKS}"):
+    with _serving(hosts[0], f"--hold --mib {MIB}"):
         with _half_way(hosts):
             fault(*hosts)
         transfers, summary = _pulled(hosts[1].printed("reader"))
@@ -212,14 +345,14 @@ def test_a_device_that_is_removed_goes_with_its_last_user(
 ) -> None:
     """The kernel waits for the queue pairs, and the next process has only TCP."""
     first, second = hosts
-    with _serving(first, f"--hold --blocks {BLOCKS}"):
+    with _serving(first, f"--hold --mib {MIB}"):
         with _half_way(hosts):
             first.start("removal", "rdma link del rxe0")
         transfers, summary = _pulled(second.printed("reader"))
     first.wait_for("removal", "rig-status 0")
     try:
-        with _serving(first, "--blocks 8"):
-            after, rest = _pulled(second.run(f"{MOVER} pull --blocks 8"))
+        with _serving(first, "--mib 2"):
+            after, rest = _pulled(second.run(f"{MOVER} pull --mib 2"))
     finally:
         first.run("rdma link add rxe0 type rxe netdev eth0")
     _over_verbs(transfers)
@@ -234,11 +367,8 @@ def test_an_owner_without_power_leaves_an_outcome_and_free_memory(
 ) -> None:
     """The last test of these two machines."""
     first, second = hosts
-    first.start("owner", f"{MOVER} serve --hold --blocks {BLOCKS}")
-    first.wait_for("owner", "listening")
-    second.start(
-        "reader", f"{MOVER} pull --hold --blocks {BLOCKS} --deadline 30 --watch 3"
-    )
+    first.start("owner", f"{MOVER} serve --hold --mib {MIB}")
+    second.start("reader", f"{MOVER} pull --hold --mib {MIB} --deadline 30 --watch 3")
     second.wait_for("reader", "half of 0", PATIENCE_S)
     first.kill()
     printed = second.wait_for("reader", "rig-status 0", PATIENCE_S)

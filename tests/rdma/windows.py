@@ -15,6 +15,7 @@ import itertools
 import json
 import random
 import sys
+import time
 from collections import Counter, deque
 from pathlib import Path
 from typing import Final
@@ -23,7 +24,6 @@ import numpy as np
 
 import kvwire
 from kvwire.aio import start_task
-from tests.programs.soak.windows import WAYS, plant
 from tests.rdma.hosts import FIRST
 from tests.rdma.mover import config
 
@@ -33,12 +33,14 @@ NUMBER_BYTES: Final = 8
 # A get finds its block overwritten about as often as not.
 BLOCKS: Final = 8
 WORDS: Final = 32 * 1024
+AT_ONCE: Final = 4  # gets
+PRINTED_GETS: Final = 500
 PAUSE_S: Final = 0.01
 
 
 async def own(options: argparse.Namespace) -> int:
     """Overwrite one block after the other, until the reader has gone."""
-    words = np.zeros((BLOCKS, WORDS), np.uint64)
+    words = np.zeros((BLOCKS, options.words), np.uint64)
     async with kvwire.open(config(options), name="owner") as comm:
         window = comm.expose("words", words, block_bytes=words[0].nbytes)
         await comm.listen(f"0.0.0.0:{PORT}")
@@ -64,7 +66,6 @@ async def own(options: argparse.Namespace) -> int:
 
 async def read(options: argparse.Namespace) -> int:
     """Get blocks by old and new tickets, and compare each word of what has landed."""
-    mine = np.zeros(WORDS, np.uint64)
     found: Counter[str] = Counter(wrong=0, landed=0, missing=0)
     tickets: deque[tuple[int, bytes]] = deque(maxlen=BLOCKS)
     first = asyncio.Event()
@@ -81,15 +82,28 @@ async def read(options: argparse.Namespace) -> int:
         taking = start_task(take_tickets())
         remote = await connection.window("words")
         await first.wait()
-        for get in itertools.count(1):
-            number, ticket = random.choice(tickets)
-            outcome = await remote.get(ticket, into=mine)
-            found["landed" if outcome.complete else "missing"] += 1
-            found["wrong"] += outcome.complete and bool((mine != number).any())
-            found[f"by {remote.way}"] += 1
+        began = time.monotonic()
+        gets = itertools.count(1)
+
+        async def get() -> None:
+            mine = np.zeros(options.words, np.uint64)
             # Some have to meet the owner, or nothing was tested.
-            if get >= options.gets and (found["missing"] or found["wrong"]):
-                break
+            while next(gets) <= options.gets or not (
+                found["missing"] or found["wrong"]
+            ):
+                number, ticket = random.choice(tickets)
+                outcome = await remote.get(ticket, into=mine)
+                found["landed" if outcome.complete else "missing"] += 1
+                found["wrong"] += outcome.complete and bool((mine != number).any())
+                found[f"by {remote.way}"] += 1
+                if found[f"by {remote.way}"] % PRINTED_GETS == 0:
+                    print(
+                        f"{time.monotonic() - began:.0f} s: {dict(found)}", flush=True
+                    )
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(get())
         taking.cancel()
         way = str(connection.transport_report)
     print("summary " + json.dumps({**found, "way": way}), flush=True)
@@ -101,11 +115,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("role", choices=["own", "read"])
     parser.add_argument("--gets", type=int, default=300)
+    parser.add_argument("--words", type=int, default=WORDS, help="of each block")
     parser.add_argument("--at", default=FIRST, help="the owner's address")
     parser.add_argument("--plant", action="store_true")
-    parser.set_defaults(require=True, deadline=120.0)
+    parser.set_defaults(over="ucx", require=True, deadline=120.0)
     options = parser.parse_args()
     if options.plant:
+        # Imports half of the tests, which takes a guest 10 s.
+        from tests.programs.soak.windows import WAYS, plant
+
         plant(WAYS["ucx"], Path())
     return asyncio.run((own if options.role == "own" else read)(options))
 
