@@ -318,7 +318,7 @@ class ClientSession:
     def _stored(self, request: Put, namespace: Namespace, keys: Keys) -> bool:
         """Copy the images in a request into memory; return whether all have room now.
 
-        Those that have not, and those that memory has already, go the long way.
+        Otherwise, or if memory has some of them already, all go the long way.
         """
         tiers = self._tiers
         memory = tiers.memory
@@ -333,12 +333,11 @@ class ClientSession:
         ):
             return False
         images = request.images
-        count = memory.fill_now(keys, images, nbytes, tenant, request.order)
-        memory.counts.written_blocks += count
-        if count:
-            tiers.namespaces[namespace.digest] = namespace
-        if count < keys.size:
+        count = memory.fill_now(keys, images, nbytes, tenant, request.order, whole=True)
+        if not count:
             return False
+        memory.counts.written_blocks += count
+        tiers.namespaces[namespace.digest] = namespace
         self._written_bytes += len(images)
         for counters in tiers.counters_of(namespace):
             counters.put_ended(len(images), there=count, blocks=count, present=0)

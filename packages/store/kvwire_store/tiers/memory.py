@@ -254,10 +254,12 @@ class MemoryTier:
         *,
         born: float | None = None,
         below: Bits | bool = False,
+        whole: bool = False,
     ) -> int:
         """Copy blocks that are not here into slots that need no waiting.
 
-        If there is not room for all, those at the head of the chain stay.
+        If there is not room for all, those at the head of the chain stay; if the
+        ``whole`` chain has to be here, none.
 
         Args:
             keys: The blocks' keys, each once.
@@ -267,13 +269,15 @@ class MemoryTier:
             orders: The order of each image, or of all.
             born: When they were put; None for now.
             below: Whether a lower tier has kept each, or all.
+            whole: Whether the caller wants all of them or none.
 
         Returns:
             The number of blocks that have room.
         """
         taken = self.take_now(nbytes, keys.size, tenant)
         count = taken.size
-        if not count:
+        if not count or (whole and count < keys.size):
+            self.give_back(taken)
             return 0
         try:
             copy(line[: count * nbytes], self.images(taken, nbytes))

@@ -377,6 +377,19 @@ async def test_small_puts_evict_older_blocks_of_a_full_server() -> None:
         assert not memory.index.pinned
 
 
+async def test_the_head_of_a_small_put_stays_if_there_is_not_room_for_all() -> None:
+    """Each block counts as stored; none was there before."""
+    async with serving("memory:64KiB") as (store, server), client(server) as one:
+        room = 64 * limits.KIB // rounded(SPEC.block_bytes)
+        hashes = [b"%08d" % number for number in range(room + 8)]
+        put = await one.ask(moving(messages.Put, hashes))
+        assert put.table.tolist() == [BlockResult.LANDED] * (room + 8)
+        got = await one.ask(moving(messages.Get, hashes[:room], number=2))
+        assert got.table.tolist() == [BlockResult.LANDED] * room
+        assert store.counters.stored_blocks == room + 8
+        assert not store.counters.present_blocks
+
+
 async def test_a_small_put_that_finds_no_room_waits_for_it() -> None:
     """And for nothing else: other requests of its client are answered meanwhile."""
     async with serving("memory:256KiB") as (store, server), client(server) as one:
