@@ -84,14 +84,15 @@ def test_it_looks_after_its_engines_by_itself(tmp_path: Path) -> None:
         proxy.kill()
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize(
+    ("stop_s", "ends"), [("600", True), ("0.5", False), ("0", False)]
+)
 async def test_sigterm_lets_requests_end_for_a_while(
-    tmp_path: Path, *, ends: bool
+    tmp_path: Path, stop_s: str, *, ends: bool
 ) -> None:
     """No new ones are taken; what has not ended by then is cut."""
-    patience = "600" if ends else "0.5"
     async with (
-        streaming(tmp_path, "--stop-s", patience) as (proxy, may_end),
+        streaming(tmp_path, "--stop-s", stop_s) as (proxy, may_end),
         aiohttp.ClientSession() as user,
         asyncio.timeout(60),
     ):

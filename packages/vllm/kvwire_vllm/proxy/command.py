@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     web.run_app(
         application,
         sock=listening,
-        shutdown_timeout=options.stop_s,
+        shutdown_timeout=options.stop_s or _AT_ONCE_S,
         print=None,
         loop=_loop(),
         **SERVED,
@@ -138,6 +138,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _BACKLOG: Final = 1024
+# aiohttp takes a timeout of 0 for none.
+_AT_ONCE_S: Final = 0.001
 _ENGINE: Final = {
     "action": "append",
     "default": [],
