@@ -406,6 +406,17 @@ async def test_what_would_leave_the_host_in_the_clear_is_not_taken(
             assert "not encrypted" in reasons(connection)["ucx"]
 
 
+async def test_what_is_named_and_leaves_the_host_in_the_clear_is_reported(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "kvwire.driver.lanes.active_transport"
+    monkeypatch.setattr(f"{module}.protection", lambda _: "")
+    near, far = authority.config(NEAR, FAR), authority.config(FAR, NEAR)
+    async with connected(near=near, far=far, prefer=("tcp",)) as pair:
+        for connection in (pair.left, pair.right):
+            assert reasons(connection)["tcp"].endswith("; NOT ENCRYPTED")
+
+
 async def test_every_socket_of_a_connection_is_inside_tls(
     authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
