@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from kvwire.errors import MalformedFrame, UnexpectedFrame
+from kvwire.limits import SEGMENTS_MAX
 from kvwire.proto.state import (
     REQUEST_TRANSITIONS,
     TERMINAL,
@@ -267,9 +268,11 @@ def read_mark(header: Header) -> SegmentBody:
     commit = header.offset >> 62
     if commit > _COMMIT_MAX:
         raise MalformedFrame("KVW-TR-13", f"MARKED_DATA with commit {commit}")
+    number = header.segment
+    if number > SEGMENTS_MAX:
+        raise MalformedFrame("KVW-TR-13", f"MARKED_DATA of segment {number}")
     layer = mark >> 44 & 0xFFF
     layers = mark >> 32 & 0xFFF
     box = (mark >> 56 & 0x3F, layer, layers, mark >> 16 & 0xFFFF, mark & 0xFFFF)
-    number = header.segment
     nbytes = header.length
     return SegmentBody(number=number, box=box, nbytes=nbytes, commit=commit)

@@ -243,8 +243,9 @@ class Transfers:
     def leave(self, segment: SegmentRecord, check: int | None) -> tuple[Chunk, bytes]:
         """Return the only chunk of a newly marked segment, and its header.
 
-        It has to be the link's next frame, so nothing may be queued. If the link takes
-        all of it at once, call :meth:`settle`, otherwise :meth:`keep`.
+        It has to be the next frame behind those that are due, so no chunk may be
+        queued. If the link takes all of it at once, or a copy, call :meth:`settle`,
+        otherwise :meth:`keep`.
         """
         request = segment.request
         number = segment.number
@@ -385,7 +386,7 @@ class Transfers:
         if (
             request.state is not _MOVING
             or transfer.committed
-            # its type bounds the number by SEGMENTS_MAX, and so `due`
+            # its type, or `read_mark`, bounds the number, and so `due`
             or body.number != due
         ):
             raise UnexpectedFrame(

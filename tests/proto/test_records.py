@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.errors import MalformedFrame
-from kvwire.limits import SEGMENTS_TOGETHER
+from kvwire.limits import SEGMENTS_MAX, SEGMENTS_TOGETHER
 from kvwire.proto.connection import LAST_FIN_DELAY_S
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.records import Box, packed_mark, read_mark
@@ -89,3 +89,16 @@ def test_a_commit_that_there_is_not() -> None:
     raw = encode_header(FrameType.MARKED_DATA, 0, 0, 7, 1, 3, 3 << 62)
     with pytest.raises(MalformedFrame, match="commit 3"):
         read_mark(decode_header(raw))
+
+
+def test_a_number_beyond_the_largest() -> None:
+    """So a producer cannot make the consumer keep more marks than it may."""
+    for number, fits in ((SEGMENTS_MAX, True), (SEGMENTS_MAX + 1, False)):
+        header = decode_header(
+            encode_header(FrameType.MARKED_DATA, 0, 0, 7, 1, number, 1 << 32 | 1)
+        )
+        if fits:
+            assert read_mark(header).number == number
+        else:
+            with pytest.raises(MalformedFrame, match=f"segment {number}"):
+                read_mark(header)
