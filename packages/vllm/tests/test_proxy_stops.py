@@ -133,6 +133,11 @@ def test_a_port_that_is_taken(host: str, capsys: pytest.CaptureFixture[str]) -> 
     assert f"cannot listen at --host {host} --port {port}: Address already" in error
 
 
+def test_a_host_that_is_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*DECODE, "--host", "a..b"]) == 1
+    assert "cannot listen at --host a..b --port 0: " in capsys.readouterr().err
+
+
 def test_how_long_it_waits(capsys: pytest.CaptureFixture[str]) -> None:
     for s in ("-1", "nan", "inf"):
         with pytest.raises(SystemExit):

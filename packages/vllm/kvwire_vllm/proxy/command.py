@@ -69,9 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     application.cleanup_ctx.append(proxy.checking)
     try:
         listening = _listening(options.host, options.port)
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:  # a port that is taken, "a..b"
         where = f"--host {options.host} --port {options.port}"
-        print(f"cannot listen at {where}: {exc.strerror}", file=sys.stderr)
+        why = exc.strerror if isinstance(exc, OSError) else exc
+        print(f"cannot listen at {where}: {why}", file=sys.stderr)
         return 1
     web.run_app(
         application,
