@@ -71,8 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         listening = _listening(options.host, options.port)
     except (OSError, UnicodeError) as exc:  # a port that is taken, "a..b"
         where = f"--host {options.host} --port {options.port}"
-        why = exc.strerror if isinstance(exc, OSError) else exc
-        print(f"cannot listen at {where}: {why}", file=sys.stderr)
+        text = exc.strerror if isinstance(exc, OSError) else exc
+        print(f"cannot listen at {where}: {text}", file=sys.stderr)
         return 1
     web.run_app(
         application,
