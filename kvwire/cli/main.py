@@ -13,7 +13,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    Parameter,
+    UnknownCommandError,
+    UnusedCliTokensError,
+)
 
 import kvwire
 from kvwire.cli import logs
@@ -130,7 +136,10 @@ def _unread() -> int:
 def _call_error(exc: CycloptsError) -> str:
     if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
         return f"unexpected argument: {' '.join(exc.unused_tokens)}"
-    return str(exc).strip()
+    text = str(exc).strip()
+    if isinstance(exc, UnknownCommandError) and not exc.command_chain:
+        text += " Packages that are not installed have more: docs/reference/cli.md."
+    return text
 
 
 def _error_line(exc: ModuleNotFoundError | OSError) -> str:

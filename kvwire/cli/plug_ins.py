@@ -1,8 +1,8 @@
 """Subcommands of other distributions, by the entry-point group ``kvwire.commands``.
 
 Each has the name of a command and ``module:app``, a cyclopts ``App`` of that name. Its
-module is imported when the command is called; ``kvwire --help`` shows the summary of
-its distribution.
+module is imported when the command is called. ``kvwire --help`` shows the summary of
+its distribution, and so does its own ``--help`` if the app has no help.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Commands:
     """
 
     def __init__(self, app: App) -> None:
+        self._app = app
         self._own = frozenset(app)
         found: dict[str, dict[str, EntryPoint]] = defaultdict(dict)
         for point in entry_points(group=GROUP):
@@ -53,7 +54,8 @@ class Commands:
                 "uninstall one of them"
             )
         try:
-            claims[0].load()
+            own = claims[0].load().help
+            self._app[name].help = own or _summary(claims[0])
         # A plug-in may raise anything while it is imported.
         except Exception as exc:
             owner = _owner(claims[0])

@@ -60,9 +60,25 @@ def place(tmp_path: Path) -> Place:
 def test_a_command_is_listed_by_its_distribution_and_runs(place: Place) -> None:
     place.install("speaks", "greet", "speaking", COMMAND.format(name="greet"))
     assert "What speaks does." in place.run("--help").stdout
-    assert "--word" in place.run("greet", "--help").stdout
+    shown = place.run("greet", "--help").stdout
+    assert "What speaks does." in shown
+    assert "--word" in shown
     done = place.run("greet", "you")
     assert (done.returncode, done.stdout, done.stderr) == (3, "here: you\n", "")
+
+
+def test_the_help_of_a_command_is_its_own(place: Place) -> None:
+    text = COMMAND.format(name="greet").replace('")', '", help="Greets you.")', 1)
+    place.install("speaks", "greet", "speaking", text)
+    assert "Greets you." in place.run("greet", "--help").stdout
+
+
+def test_an_unknown_command_may_be_one_of_a_package(place: Place) -> None:
+    done = place.run("greet")
+    assert done.returncode == 2
+    assert done.stderr.endswith(
+        "Packages that are not installed have more: docs/reference/cli.md.\n"
+    )
 
 
 @pytest.mark.parametrize(

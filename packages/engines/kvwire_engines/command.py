@@ -14,7 +14,7 @@ from kvwire.errors import without_password
 from kvwire.types import Address
 from kvwire_store import BlockStore
 
-app: App = App(name="session")
+app: App = App(name="session", help="Keep the sessions of a llama-server in a store.")
 
 _LISTEN: Final = "127.0.0.1:8081"
 

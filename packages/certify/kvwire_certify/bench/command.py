@@ -48,7 +48,9 @@ from kvwire_certify.bench.work import (
     Work,
 )
 
-app: App = App(name="bench")
+app: App = App(
+    name="bench", help="Measure transports on this machine, or between two hosts."
+)
 
 
 def within(low: int, high: int, *, consume_multiple: bool = False) -> Parameter:
