@@ -56,7 +56,7 @@ PYTEST := python -m pytest --numprocesses auto --maxprocesses 8 \
 test: $(STAMP)
 	$(BIN)/$(PYTEST) $(PACKAGE:%=packages/%/tests) $(ARGS)
 
-# Everything: both event loops in asyncio's debug mode, soaks, kill matrices, every seed;
+# Everything: both event loops in asyncio's debug mode, soaks, every seed;
 # then the other Pythons of this machine.
 LOOPS ?= asyncio,uvloop
 test-all: $(STAMP)

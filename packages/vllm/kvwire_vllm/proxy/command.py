@@ -174,8 +174,8 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     },
     "--migrate": {
         "action": "store_true",
-        "help": "streams of /v1/completions can go on at another engine: POST "
-        "/migrate, POST /drain, and when an engine dies",
+        "help": "streams can go on at another engine: POST /migrate, POST /drain, and "
+        "when an engine dies",
     },
     "--host": {
         "default": "127.0.0.1",
