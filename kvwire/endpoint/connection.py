@@ -634,14 +634,14 @@ class Connection(AsyncWith):
     def _sent_at_once(self, tag: int, payload: Payload) -> bool:
         """Send a small message if credit and link allow; return whether it was sent."""
         link = self._driver.link
-        # Not while the link is full, so that messages cannot make its queue too long;
-        # nor behind as many frames as may fill it.
+        # Not while the link is full, nor behind as many frames as may fill it.
         if link.queued_bytes >= LINK_QUEUE_BYTES or not isinstance(payload, memoryview):
             return False
         nbytes = payload.nbytes
         if frames := self._outbox.frames:
-            waiting_bytes = sum(len(body) for _, body in frames)
-            if len(frames) >= _FRAMES_MAX or waiting_bytes > _FRAMES_BYTES_MAX:
+            if len(frames) >= _FRAMES_MAX:
+                return False
+            if sum(len(body) for _, body in frames) > _FRAMES_BYTES_MAX:
                 return False
         check = view_digest(payload) & LOW_32_BITS if self._check else None
         header = self._core.eager_header(tag, nbytes, check)
