@@ -17,6 +17,13 @@ import kvwire
 from kvwire.extras import NotInstalledError
 
 GROUP: Final = "kvwire.commands"
+# The packages of kvwire's repository that have commands.
+_PACKAGES: Final = {
+    "bench": "certify",
+    "certify": "certify",
+    "session": "engines",
+    "store": "store",
+}
 
 
 class Commands:
@@ -42,10 +49,15 @@ class Commands:
 
         Raises:
             UsageError: Several distributions have that name.
-            NotInstalledError: It cannot be imported.
+            NotInstalledError: Its package is missing, or cannot be imported.
         """
         claims = self._claims.get(name, ())
         if not claims:
+            if package := _PACKAGES.get(name):
+                raise NotInstalledError(
+                    f"the command {name!r} needs kvwire-{package}, which is not "
+                    f"installed: pip install ./packages/{package} in a clone of kvwire"
+                )
             return
         if len(claims) > 1 or name in self._own:
             owners = sorted(map(_owner, claims)) + ["kvwire"] * (name in self._own)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
 import kvwire
+from kvwire.cli.plug_ins import GROUP, Commands
+from kvwire.extras import NotInstalledError
 from tests.support.runs import python
 
 COMMAND = """\
@@ -112,3 +116,18 @@ def test_two_claims_for_a_name_are_an_error_when_it_is_called(
         f"kvwire: the command {name!r} is claimed by {owners}; uninstall one of them\n"
     )
     assert place.run("config", "show").returncode == 0
+
+
+def test_commands_of_packages_that_are_not_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of this repository names its package; others are unknown."""
+    points = entry_points(group=GROUP)
+    monkeypatch.setattr("kvwire.cli.plug_ins.entry_points", lambda **_: ())
+    commands = Commands(App())
+    commands.load("nobody")
+    for point in points:
+        assert point.dist is not None
+        needed = f"{point.name!r} needs {point.dist.name}, which is not installed"
+        with pytest.raises(NotInstalledError, match=needed):
+            commands.load(point.name)
