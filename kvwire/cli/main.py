@@ -13,13 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
-from cyclopts import (
-    App,
-    CycloptsError,
-    Parameter,
-    UnknownCommandError,
-    UnusedCliTokensError,
-)
+from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 
 import kvwire
 from kvwire.cli import logs
@@ -136,10 +130,7 @@ def _unread() -> int:
 def _call_error(exc: CycloptsError) -> str:
     if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
         return f"unexpected argument: {' '.join(exc.unused_tokens)}"
-    text = str(exc).strip()
-    if isinstance(exc, UnknownCommandError) and not exc.command_chain:
-        text += " Packages that are not installed have more: docs/reference/cli.md."
-    return text
+    return str(exc).strip()
 
 
 def _error_line(exc: ModuleNotFoundError | OSError) -> str:

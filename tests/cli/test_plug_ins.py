@@ -77,14 +77,6 @@ def test_the_help_of_a_command_is_its_own(place: Place) -> None:
     assert "Greets you." in place.run("greet", "--help").stdout
 
 
-def test_an_unknown_command_may_be_one_of_a_package(place: Place) -> None:
-    done = place.run("greet")
-    assert done.returncode == 2
-    assert done.stderr.endswith(
-        "Packages that are not installed have more: docs/reference/cli.md.\n"
-    )
-
-
 @pytest.mark.parametrize(
     "text", ["import no_such_module", "app = 1 / 0", "app: int"], ids=lambda text: text
 )
