@@ -71,6 +71,16 @@ async def test_too_many_requests() -> None:
         assert line in text
 
 
+async def test_a_bug_is_not_counted_as_a_client_that_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvwire_vllm.proxy.app._remove_references", int)
+    application = app(Engines())
+    assert (await post(application)).status_code == 500
+    text = (await call(application, "GET", "/metrics")).text
+    assert 'kvwire_proxy_requests_total{status="500"} 1.0' in text
+
+
 async def test_health_is_that_of_the_engines() -> None:
     """A prefill engine can answer alone."""
     application = app(Engines(d1=refused, d2=refused))

@@ -178,6 +178,11 @@ class ProxyApp:
                 answer = _refused(exc, request)
             status = answer.status
             return answer
+        except ConnectionError:
+            raise  # the client has gone
+        except Exception:
+            status = int(HTTPStatus.INTERNAL_SERVER_ERROR)  # aiohttp logs and sends it
+            raise
         finally:
             if request.path in _SPLIT:
                 self._state.answered[status] += 1
