@@ -110,7 +110,7 @@ class NixlLane(Lane):
         self._reads: list[NixlRead] = []
         self._received_bytes = 0
         self._closing = False
-        self.aborting = False
+        self._aborting = False
         self._error: Exception | None = None
         self._started = False
 
@@ -124,7 +124,7 @@ class NixlLane(Lane):
 
     def _start(self) -> None:
         """Start creating the agent; both halves do this at the same time."""
-        if not (self._started or self.aborting):
+        if not (self._started or self._aborting):
             self._driver.start()
             self._started = True
 
@@ -138,7 +138,7 @@ class NixlLane(Lane):
         Cancel safety: safe, the lane is then closed without ``lane_closed``.
         """
         try:
-            if self.aborting:
+            if self._aborting:
                 raise BackendUnavailable("the lane was aborted")
             peer = NixlBootstrap.decode(bootstrap)
             peer.require_same(self._own)
@@ -147,7 +147,7 @@ class NixlLane(Lane):
             self._start()
             self._driver.meet(peer)
             await asyncio.shield(self._came_up)
-            if self.aborting:  # ended since the agent connected
+            if self._aborting:  # ended since the agent connected
                 raise BackendUnavailable("the lane was aborted")
             self._be_up()
         except BaseException:
@@ -186,7 +186,7 @@ class NixlLane(Lane):
         return self._received_bytes
 
     def send(self, payload: Payload, token: object) -> bytes:
-        if self.aborting or self._closing:
+        if self._aborting or self._closing:
             return b""
         try:
             descriptor = self._offer_in_place(payload, token)
@@ -237,7 +237,7 @@ class NixlLane(Lane):
 
     def receive(self, descriptor: bytes, landing: Landing) -> None:
         place = self._proofs.read_place(descriptor, landing.length)
-        if self.aborting:
+        if self._aborting:
             return
         payload = landing.payload
         is_direct = payload is not None and bool(self._ranges.covering(payload))
@@ -246,7 +246,7 @@ class NixlLane(Lane):
         )
 
     def flush(self) -> None:
-        if self.aborting:
+        if self._aborting:
             return
         if self._copied:
             self._loop.call_soon(self._give_back_copied)
@@ -256,7 +256,7 @@ class NixlLane(Lane):
 
     def _received(self, landings: list[Landing]) -> None:
         for landing in landings:
-            if self.aborting or self._handler is None:
+            if self._aborting or self._handler is None:
                 return
             self._received_bytes += landing.length
             self._report(self._handler.payload_received, landing)
@@ -280,7 +280,7 @@ class NixlLane(Lane):
     def _give_back(self, offer: _Offer) -> None:
         token = offer.token
         offer.token = None
-        if token is not None and not self.aborting and self._handler is not None:
+        if token is not None and not self._aborting and self._handler is not None:
             self._report(self._handler.payload_sent, token)
 
     # --- ending -----------------------------------------------------------------------
@@ -302,17 +302,17 @@ class NixlLane(Lane):
 
     def abort(self, error: Exception | None = None) -> None:
         """End the lane now; `lane_closed` follows when the driver has ended."""
-        if self.aborting:
+        if self._aborting:
             return
-        self.aborting = True
+        self._aborting = True
         self._error = error
         self._driver.end(error)
         if not self._started:
             self._loop.call_soon(self._gone, error)
 
     def _gone(self, error: Exception | None) -> None:
-        if not self.aborting:
-            self.aborting = True
+        if not self._aborting:
+            self._aborting = True
             self._error = error
         self._offers.clear()
         self._copied.clear()
