@@ -14,7 +14,16 @@ from tests.support.tree import ROOT
 
 def test_what_is_set_and_never_cleared_has_its_reason() -> None:
     # An object that has ended does not begin again; another one takes its place.
-    ended = ("aborted", "closed", "closing", "ended", "ending", "gone", "over")
+    ended = (
+        "aborted",
+        "aborting",
+        "closed",
+        "closing",
+        "ended",
+        "ending",
+        "gone",
+        "over",
+    )
     ends = {"stopped", "_stopped", *ended, *(f"_{word}" for word in ended)}
     # The others, each with the reason why it stays.
     stay = {
