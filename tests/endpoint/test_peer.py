@@ -17,12 +17,11 @@ import pytest
 import kvwire
 from kvwire.directory import Record
 from kvwire.directory.file import FileDirectory
-from kvwire.driver.lanes import setup
 from kvwire.endpoint.communicator import PEERS_MAX
 from kvwire.security.keys import write_key_file
 from tests.directory.records import record
 from tests.support import inside
-from tests.support.lanes import BESIDE, HangingLane, reasons, use
+from tests.support.lanes import BESIDE, HangingLane, impatient, reasons, use
 from tests.support.logs import warned
 from tests.support.pairs import communicators, turns, until
 from tests.support.servers import free_port
@@ -601,7 +600,7 @@ async def test_lanes_of_one_of_many_members_have_as_much_time(
     """A member that answers gets the time that others would have needed to answer."""
 
     use(monkeypatch, HangingLane, "client")
-    monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", 0.01)
+    impatient(monkeypatch, 0.01)
     options: dict[str, Any] = {**BESIDE, "handshake_timeout_s": PATIENCE_S}
     async with fleet(tmp_path, "abcd", **options) as (seeker, _):
         peer = seeker.peer("role=decode")

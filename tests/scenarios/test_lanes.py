@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.aio import Upkeep
 from kvwire.limits import KIB
 from kvwire_tcp.lane import LaneSocket
 from tests.support import inside
 from tests.support.caches import LARGE, Memory, same
+from tests.support.lanes import NEVER_S, lane_pause
 from tests.support.pairs import until
 from tests.support.world import World, world
 
@@ -26,10 +26,8 @@ BLOCKS = range(8)
 CHUNK = 64 * KIB
 
 
-@pytest.fixture(autouse=True)
-def _stays_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lane that breaks is opened again long after its scenario."""
-    monkeypatch.setattr(Upkeep, "pause_s", lambda _: 1e6)
+# A lane that breaks is opened again long after its scenario.
+_stays_down = lane_pause(NEVER_S, autouse=True)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import pytest
 import kvwire
 from kvwire.aio import Upkeep
 from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.driver.lanes import setup
 from kvwire.limits import KIB, MIB
 from kvwire.types import TransportReport
 from kvwire_inproc import InprocBackend
@@ -72,6 +73,11 @@ def use(monkeypatch: pytest.MonkeyPatch, lane: type[Lane], role: str) -> None:
         return (lane if mine else InprocLane)()
 
     monkeypatch.setattr(InprocBackend, "open_lane", open_lane)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Give a lane only a share of the time in which all have to be open."""
+    monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", share)
 
 
 def raise_again_after(monkeypatch: pytest.MonkeyPatch, pause_s: float) -> None:

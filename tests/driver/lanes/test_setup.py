@@ -34,6 +34,7 @@ from tests.support.lanes import (
     ONLY,
     HangingLane,
     expect_moves,
+    impatient,
     is_over,
     lane_pause,
     raise_again_after,
@@ -92,7 +93,7 @@ async def test_what_fails_at_first_use_falls_to_the_next(
     """With a line in the log, and in the report of both sides."""
     use(monkeypatch, lane, role)
     if lane is HangingLane:  # the others say at once that they cannot
-        monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", 0.05 / PATIENCE_S)
+        impatient(monkeypatch, 0.05 / PATIENCE_S)
     async with connected(**BESIDE) as pair:
         assert pair.left.transport == pair.right.transport == "tcp"
         await expect_moves(pair)
@@ -130,7 +131,7 @@ async def test_a_lane_that_hangs_leaves_time_for_the_next_transport(
 ) -> None:
     """The caller of ``connect`` has less patience than the setting."""
     use(monkeypatch, HangingLane, "client")
-    monkeypatch.setattr(setup, "LANE_TIMEOUT_SHARE", 0.01)
+    impatient(monkeypatch, 0.01)
     near: dict[str, Any] = {**BESIDE, "handshake_timeout_s": 86_400}
     async with communicators(near, BESIDE) as (one, other):
         address = await other.listen("127.0.0.1:0")
