@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Any, Final
 
 from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
@@ -18,7 +19,7 @@ from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
 import kvwire
 from kvwire.cli import logs
 from kvwire.cli.keygen import keygen
-from kvwire.cli.plug_ins import Commands
+from kvwire.cli.plug_ins import GROUP, Commands
 
 FAILED: Final = 1
 CALLED_WRONG: Final = 2
@@ -76,7 +77,7 @@ app.command(
     name="trace",
     help="Write the last events of live processes as a file for ui.perfetto.dev.",
 )
-_commands = Commands(app)
+_commands = Commands(app, entry_points(group=GROUP))
 
 
 def main(arguments: Sequence[str] | None = None, command: App | None = None) -> int:

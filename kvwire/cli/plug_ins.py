@@ -8,7 +8,8 @@ its distribution, and so does its own ``--help`` if the app has no help.
 from __future__ import annotations
 
 from collections import defaultdict
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint
 from typing import Final
 
 from cyclopts import App
@@ -31,15 +32,16 @@ class Commands:
 
     Args:
         app: The command, which has its own subcommands.
+        points: The entry points of the others.
     """
 
-    def __init__(self, app: App) -> None:
+    def __init__(self, app: App, points: Iterable[EntryPoint]) -> None:
         self._app = app
         self._own = frozenset(app)
         found: dict[str, dict[str, EntryPoint]] = defaultdict(dict)
-        for point in entry_points(group=GROUP):
+        for point in points:
             found[point.name][point.value] = point
-        self._claims = {name: tuple(points.values()) for name, points in found.items()}
+        self._claims = {name: tuple(claims.values()) for name, claims in found.items()}
         for name, (point, *_) in self._claims.items():
             if name not in self._own:
                 app.command(point.value, name=name, help=_summary(point))

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,11 @@ def _logs(monkeypatch: pytest.MonkeyPatch) -> None:
             logging.getLogger("kvwire.store").log(10 * number, "at %s", name)
         logging.getLogger("elsewhere").info("not ours")
 
+    calls(call, monkeypatch)
+
+
+def calls(call: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command.app is app
     monkeypatch.setattr(command, "app", call)
 
 
@@ -300,8 +306,7 @@ def raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(*_: object, **__: object) -> None:
         raise error
 
-    assert command.app is app
-    monkeypatch.setattr(command, "app", call)
+    calls(call, monkeypatch)
 
 
 @pytest.mark.parametrize("columns", ["0", "7", "-3", "wide", "9" * 5000])

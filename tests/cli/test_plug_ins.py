@@ -110,15 +110,11 @@ def test_two_claims_for_a_name_are_an_error_when_it_is_called(
     assert place.run("config", "show").returncode == 0
 
 
-def test_commands_of_packages_that_are_not_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commands_of_packages_that_are_not_installed() -> None:
     """Each of this repository names its package; others are unknown."""
-    points = entry_points(group=GROUP)
-    monkeypatch.setattr("kvwire.cli.plug_ins.entry_points", lambda **_: ())
-    commands = Commands(App())
+    commands = Commands(App(), ())
     commands.load("nobody")
-    for point in points:
+    for point in entry_points(group=GROUP):
         assert point.dist is not None
         needed = f"{point.name!r} needs {point.dist.name}, which is not installed"
         with pytest.raises(NotInstalledError, match=needed):
