@@ -113,7 +113,9 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", choices=["transformers", "mlx"], required=True)
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("folder", help="where KV is kept")
