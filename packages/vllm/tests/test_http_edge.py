@@ -216,6 +216,38 @@ async def test_a_client_that_leaves_without_having_read() -> None:
                 assert said.status == 200
 
 
+async def test_a_client_that_leaves_between_two_parts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is no error of ours, and costs no traceback."""
+    left = asyncio.Event()
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"data: 1\n\n"
+        await left.wait()
+        for _ in range(9):  # without a turn in which the proxy would notice
+            yield b"data: 2\n\n"
+        await asyncio.Event().wait()
+
+    async def handler(_: dict[str, Any]) -> Said:
+        return 200, EVENTS, parts()
+
+    application = app(Engines(d1=handler), prefill=(), decode=[D1])
+    async with proxy(application) as port, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(generate())
+        await reader.readuntil(b"data: 1")
+        writer.transport.abort()
+        left.set()
+        async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as other:
+            counted = 'kvwire_proxy_requests_total{status="499"} 1.0'
+            while True:
+                async with other.get("/metrics") as said:
+                    if counted in await said.text():
+                        break
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
 # --- pages in browsers ----------------------------------------------------------------
 
 

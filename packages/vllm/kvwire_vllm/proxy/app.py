@@ -179,7 +179,8 @@ class ProxyApp:
             status = answer.status
             return answer
         except ConnectionError:
-            raise  # the client has gone
+            # The client has gone. aiohttp would log the error; it drops an answer.
+            return web.Response(status=status)
         except Exception:
             status = int(HTTPStatus.INTERNAL_SERVER_ERROR)  # aiohttp logs and sends it
             raise
