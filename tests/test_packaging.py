@@ -297,9 +297,11 @@ def test_the_notes_of_a_tag_are_those_of_its_tree(tmp_path: Path) -> None:
 
 def test_a_release_has_one_version_and_the_changes_of_its_files(tmp_path: Path) -> None:
     """The first one's notes are written; without changes there is no further one."""
-    names = ["kvwire/__init__.py", "CHANGELOG.md", "changes", ".ci/notes"]
-    names += [".ci/release", *(f"{folder}/pyproject.toml" for folder in projects())]
-    for name in names:
+    versioned = tmp_path / "kvwire" / "__init__.py"
+    versioned.parent.mkdir()
+    shutil.copy(kvwire.__file__, versioned)  # the tree has none beside a wheel
+    names = ["CHANGELOG.md", "changes", ".ci/notes", ".ci/release"]
+    for name in [*names, *(f"{folder}/pyproject.toml" for folder in projects())]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -320,7 +322,7 @@ def test_a_release_has_one_version_and_the_changes_of_its_files(tmp_path: Path) 
     assert status == 0, text
     assert "The first release" in text
     assert re.search(r"\n## \[7\.8\.9\] - \d{4}-\d\d-\d\d\n", notes.read_text())
-    assert '__version__ = "7.8.9"' in (tmp_path / names[0]).read_text()
+    assert '__version__ = "7.8.9"' in versioned.read_text()
     for folder in projects():
         wanted = (tmp_path / folder / "pyproject.toml").read_text()
         assert set(re.findall(r'"kvwire(?:-\w+)?==(.*?)"', wanted)) == {"7.8.9"}
