@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Literal
 
-import msgspec
 import numpy as np
 
 from kvwire.errors import UsageError
@@ -36,7 +36,8 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanTemplate
 
 
-class Timings(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
     """The seconds that one end of a transfer waited, by reason.
 
     An end waits for one thing at a time, so the phases add up to the time from the call
@@ -66,10 +67,11 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_s(self) -> float:
         """Return the sum: the time from the call to the outcome."""
-        return math.fsum(msgspec.structs.astuple(self))
+        return math.fsum(getattr(self, phase.name) for phase in fields(self))
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
     """The result of one transfer.
 
     Attributes:

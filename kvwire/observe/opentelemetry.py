@@ -25,10 +25,9 @@ attribute                       meaning
 
 from __future__ import annotations
 
+import dataclasses
 from time import time_ns
 from typing import TYPE_CHECKING, Self
-
-import msgspec
 
 import kvwire
 from kvwire import Communicator, Connection, Outcome
@@ -125,7 +124,7 @@ class TransferTracer:
                 "kvwire.transports": [one.transport for one in connections],
             }
         )
-        for phase, seconds in msgspec.structs.asdict(outcome.timings).items():
+        for phase, seconds in dataclasses.asdict(outcome.timings).items():
             span.set_attribute(f"kvwire.{phase}", seconds)
         if not outcome.complete:
             reasons = "; ".join(outcome.missing.reasons)
