@@ -43,8 +43,8 @@ EAGER_WINDOW_BYTES: Final = 1 * MIB
 EAGER_WINDOW_BYTES_MAX: Final = 64 * MIB
 EAGER_WINDOW_MESSAGES: Final = 1024
 # A part of a transfer up to this size is copied rather than lent to the link or placed
-# by it: 20 us at most, and nothing holds its memory.
-SMALL_SEGMENT_BYTES: Final = 256 * KIB
+# by it: 5 us at most, and nothing holds its memory. Copies of larger parts cost more.
+SMALL_SEGMENT_BYTES: Final = 64 * KIB
 # The size of one request: enough for the KV cache of one long prompt of a 70B-class
 # model.
 REQUEST_BYTES_MAX: Final = 64 * GIB
