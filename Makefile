@@ -19,8 +19,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 # The newest release, where it is newer than that.
 VLLM_CLASSES ?= 0.33.0
 CLASSES_STAMP := .venv-vllm-classes-$(VLLM_CLASSES)/.installed
-CLASSES_TESTS ?= packages/vllm/tests/store/test_tier.py \
-  packages/vllm/tests/test_interface.py packages/vllm/tests/test_plugin.py \
+CLASSES_TESTS ?= packages/vllm/tests/test_interface.py packages/vllm/tests/test_plugin.py \
   packages/vllm/tests/test_release.py packages/vllm/tests/test_connector.py \
   packages/vllm/tests/test_caches.py packages/vllm/tests/test_groups.py \
   packages/vllm/tests/test_identity.py packages/vllm/tests/test_metadata.py \

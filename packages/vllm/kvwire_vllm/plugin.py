@@ -13,23 +13,21 @@ from typing import Final
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-_STORE: Final = "kvwire_vllm.store"
 CONNECTORS: Final = {
     "KvwireConnector": "kvwire_vllm.connector",
-    "KvwireStoreConnector": f"{_STORE}.connector",
+    "KvwireStoreConnector": "kvwire_vllm.store.connector",
 }
-TIERS: Final = {"KvwireTier": f"{_STORE}.tier"}
 
 
 def register() -> None:
-    """Register the connectors and the tier by name; may be called repeatedly."""
+    """Register the connectors by name; may be called repeatedly."""
     try:
         _register()
     except Exception:
         # An engine that does not use kvwire must start all the same.
         logger.warning(
             "kvwire cannot register its names in this vLLM release: set "
-            "kv_connector_module_path and module_path",
+            "kv_connector_module_path",
             exc_info=True,
         )
 
@@ -38,14 +36,7 @@ def _register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )
-    from vllm.v1.kv_offload.tiering.factory import (  # noqa: PLC0415 - likewise heavy
-        SecondaryTierFactory,
-    )
 
-    for add, names in (
-        (KVConnectorFactory.register_connector, CONNECTORS),
-        (SecondaryTierFactory.register_tier, TIERS),
-    ):
-        for name, module in names.items():
-            with contextlib.suppress(ValueError):  # already registered
-                add(name, module, name)
+    for name, module in CONNECTORS.items():
+        with contextlib.suppress(ValueError):  # already registered
+            KVConnectorFactory.register_connector(name, module, name)

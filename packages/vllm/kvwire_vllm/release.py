@@ -27,14 +27,12 @@ NO_SLEEP: Final = (
 )
 
 
-def check_release(
-    version: str, *, untested: bool, oldest: tuple[int, int] = OLDEST
-) -> None:
+def check_release(version: str, *, untested: bool) -> None:
     """Refuse an untested release of vLLM, unless ``untested_vllm`` is set."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers and oldest <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
+    if numbers and OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
         return
-    tested = f"{oldest[0]}.{oldest[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
     if untested:
         logger.warning(
             "vLLM %s: kvwire was tested with %s; %s is set", version, tested, UNTESTED
@@ -44,7 +42,7 @@ def check_release(
     raise UsageError(
         f"vLLM {version}: kvwire was tested with {tested}; with other versions it "
         "might move wrong KV unnoticed: pip install "
-        f"'vllm>={oldest[0]}.{oldest[1]},<{above}', or try this one with "
+        f"'vllm>={OLDEST[0]}.{OLDEST[1]},<{above}', or try this one with "
         f'"{UNTESTED}": true beside '
         "kvwire's keys"
     )

@@ -10,7 +10,6 @@ NEEDS = (
     "vllm kvwire_vllm.connector",
     "vllm kvwire_vllm.stats",
     "vllm kvwire_vllm.store.connector",
-    "vllm kvwire_vllm.store.tier",
     "torch kvwire_vllm.connector",
 )
 

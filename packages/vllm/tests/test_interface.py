@@ -33,8 +33,6 @@ def _own(path: str, name: str) -> Members:
 
 
 _HOOKS = _own("hooks.py", "ConnectorHooks")
-# The releases that a class of ours, or a record that it uses, is not for.
-_NOT_FOR = dict.fromkeys(("KvwireTier", "JobResult", "TransferJob"), ("0.30",))
 
 # Our classes, and the classes of vLLM that they extend.
 OURS: dict[str, tuple[Members, tuple[str, ...]]] = {
@@ -45,10 +43,6 @@ OURS: dict[str, tuple[Members, tuple[str, ...]]] = {
     "KvwireStoreConnector": (
         _HOOKS | _own("store/connector.py", "KvwireStoreConnector"),
         ("KVConnectorBase_V1",),
-    ),
-    "KvwireTier": (
-        _own("store/tier.py", "KvwireTier"),
-        ("SecondaryTierManager",),
     ),
     "KvwireStats": (_own("stats.py", "KvwireStats"), ("KVConnectorStats",)),
     "KvwirePromMetrics": (
@@ -95,17 +89,6 @@ LEFT: dict[str, dict[str, str]] = {
         "get_transfer_results": "made of get_finished; lost blocks are in the errors",
         "requires_piecewise_for_cudagraph": "False: no layer is waited for",
     },
-    "KvwireTier": {
-        "bp_detector": "vLLM's own record of what it was made with",
-        "block_size_bytes": "likewise",
-        "cache_hit_source": "vLLM derives it from `medium`",
-        "build_metric_definitions": "the store has its own metrics",
-        "get_stats": "likewise",
-        "take_events": "the store's blocks have no events",
-        "touch": "the store counts its own reads",
-        "on_schedule_end": "nothing is collected over a step",
-        "serve_external_requests": "peers ask the store, not this tier",
-    },
     "KvwireStats": {
         "to_dict": "vLLM's own way to write the class",
     },
@@ -114,15 +97,6 @@ LEFT: dict[str, dict[str, str]] = {
 
 # What kvwire reads or sets of vLLM's records.
 USED = {
-    "JobResult": (
-        *("job_id", "success", "successful_keys", "transfer_time"),
-        "transfer_bytes",
-    ),
-    "TransferJob": ("job_id", "keys", "chunk_ids", "submit_time"),
-    "OffloadingConfig": ("model", "parallel", "groups", "cache"),
-    "OffloadingParallelConfig": ("tp_size", "pp_size", "pcp_size", "dcp_size"),
-    "OffloadingGroupConfig": ("tokens_per_block",),
-    "ReqContext": ("req_id",),
     "KVConnectorOutput": (
         *("finished_sending", "finished_recving", "kv_connector_worker_meta"),
     ),
@@ -131,7 +105,6 @@ USED = {
         *("finished_sending", "finished_recving", "failed_recving"),
     ),
     "KVConnectorFactory": ("register_connector",),
-    "SecondaryTierFactory": ("register_tier",),
     "KVConnectorRole": ("SCHEDULER", "WORKER"),
     "KVTransferConfig": (
         *("kv_connector_extra_config", "engine_id", "kv_role"),
@@ -151,14 +124,10 @@ USED = {
 }
 
 
-def _releases_of(name: str) -> list[str]:
-    return [release for release in RELEASES if release not in _NOT_FOR.get(name, ())]
-
-
 def _offered(name: str) -> dict[str, list[str]]:
     """Return all members that vLLM offers to a class of ours, with their releases."""
     found: dict[str, list[str]] = {}
-    for release in _releases_of(name):
+    for release in RELEASES:
         for base in OURS[name][1]:
             for member in RELEASES[release][base]:
                 found.setdefault(member, []).append(release)
@@ -191,14 +160,14 @@ def test_what_is_overridden_exists(name: str) -> None:
     members, _ = OURS[name]
     offered = _offered(name)
     own = [one for one in members if not one.startswith("_") and one not in offered]
-    assert not own, f"no release that {name} is for calls these"
+    assert not own, "no release calls these"
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_overrides_take_what_each_release_passes(name: str) -> None:
     members, bases = OURS[name]
     wrong: list[str] = []
-    for release in _releases_of(name):
+    for release in RELEASES:
         for base in bases:
             for member, theirs in RELEASES[release][base].items():
                 ours = members.get(member)
@@ -218,8 +187,7 @@ def _unfit(where: str, theirs: str, ours: str) -> list[str]:
     names = [one.arg for one in wanted.args]
     here = [one.arg for one in given.args]
     needed = here[: len(here) - len(given.defaults)]
-    # What a tier needs beyond that comes from its configuration.
-    more = [one for one in needed if one not in names and not where.endswith("init__")]
+    more = [one for one in needed if one not in names]
     lacking = [one for one in names if one not in here]
     if lacking or more or (wanted.kwarg and not given.kwarg):
         return [f"{where}: {theirs}, and ours is {ours}"]
@@ -237,7 +205,7 @@ def _arguments(signature: str) -> ast.arguments:
 def test_what_is_read_by_name_is_in_each_release(name: str) -> None:
     lacking = {
         release: missing
-        for release in _releases_of(name)
+        for release in RELEASES
         if (
             missing := [one for one in USED[name] if one not in RELEASES[release][name]]
         )

@@ -1,4 +1,4 @@
-"""Connectors and a tier that vLLM finds by name, and engines without kvwire."""
+"""Connectors that vLLM finds by name, and engines without kvwire."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_vllm_is_given_the_plug_in() -> None:
 
 def test_its_names_are_classes() -> None:
     root = Path(plugin.__file__).parents[1]
-    for name, module in (plugin.CONNECTORS | plugin.TIERS).items():
+    for name, module in plugin.CONNECTORS.items():
         text = (root / f"{module.replace('.', '/')}.py").read_text()
         assert name in classes_in(text)
 
@@ -54,13 +54,12 @@ def test_a_release_without_its_factory_starts_all_the_same(
     assert "kv_connector_module_path" in caplog.text
 
 
-# As vLLM's server reads its command line, up to the classes of connector and tier.
+# As vLLM's server reads its command line, up to the class of the connector.
 _SERVED = """
 import json, sys
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 model, *transfers = sys.argv[1:]
 found = []
@@ -72,10 +71,6 @@ for text in transfers:
         found.append(f"{cls.__module__}.{cls.__name__}")
     except ValueError as exc:
         found.append(str(exc))
-try:
-    found.append(SecondaryTierFactory.get_tier_class({"type": "KvwireTier"}).__module__)
-except ValueError as exc:
-    found.append(str(exc))
 print(json.dumps(found))
 """
 _NAME: dict[str, Any] = {"kv_connector": "KvwireConnector", "kv_role": "kv_producer"}
@@ -110,13 +105,12 @@ def test_names_suffice_unless_plug_ins_are_left_out(
         env=environment | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
     )
     assert ran.returncode == 0, ran.stderr
-    *connectors, tier = json.loads(ran.stdout.splitlines()[-1])
+    connectors = json.loads(ran.stdout.splitlines()[-1])
     path = "kvwire_vllm.connector.KvwireConnector"
     assert connectors[2] == path
     if plugins is None:
-        store = "kvwire_vllm.store"
-        assert connectors[:2] == [path, f"{store}.connector.KvwireStoreConnector"]
-        assert tier == f"{store}.tier"
+        store = "kvwire_vllm.store.connector.KvwireStoreConnector"
+        assert connectors[:2] == [path, store]
         return
     assert "Unsupported connector type: KvwireConnector" in connectors[0]
     assert "Unsupported connector type: KvwireStoreConnector" in connectors[1]

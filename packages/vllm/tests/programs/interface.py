@@ -1,4 +1,4 @@
-"""What vLLM's releases offer to connectors and tiers: names and signatures.
+"""What vLLM's releases offer to connectors: names and signatures.
 
 ``packages/vllm/tests/interface.json`` has them for each release that kvwire
 supports, and ``test_interface.py`` compares it with the vLLM that is installed and with
@@ -61,24 +61,6 @@ CLASSES: Final = {
         "MambaSpec",
         "KVCacheGroupSpec",
         "KVCacheConfig",
-    ),
-    "v1/kv_offload/tiering/base.py": (
-        "SecondaryTierManager",
-        "TransferJob",
-        "JobResult",
-    ),
-    "v1/kv_offload/tiering/factory.py": ("SecondaryTierFactory",),
-    "v1/kv_offload/base.py": (
-        "LookupResult",
-        "Medium",
-        "ReqContext",
-        "RequestOffloadingContext",
-    ),
-    "v1/kv_offload/config.py": (
-        "OffloadingConfig",
-        "OffloadingGroupConfig",
-        "OffloadingModelConfig",
-        "OffloadingParallelConfig",
     ),
 }
 
