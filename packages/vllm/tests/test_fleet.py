@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ from kvwire_vllm.proxy.limits import (
     PROXY_RETRY_SHARE,
 )
 from kvwire_vllm.proxy.members import AllowedHosts, read_member
-from kvwire_vllm.proxy.policy import least_loaded
 from packages.vllm.tests.support.proxies import (
-    ASK,
     D1,
     D2,
     HERE,
@@ -35,7 +32,6 @@ from packages.vllm.tests.support.proxies import (
     broken,
     dies,
     fails,
-    fleet_in_turns,
     gone,
     member,
     record,
@@ -45,91 +41,39 @@ from packages.vllm.tests.support.proxies import (
 from tests.support import virtual_time
 from tests.support.pairs import until
 
-
-def engines(count: int) -> list[VllmEngine]:
-    servers = [VllmServer(f"http://e{i}", ()) for i in range(count)]
-    return [VllmEngine(server=server, role=BOTH) for server in servers]
-
-
-# --- policies -------------------------------------------------------------------------
+# --- the fleet ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("told", "taken"),
     [
-        ([(0, 0.0, 0), (1, 0.0, 0)], "0"),
-        ([(2, 0.0, 0), (1, 0.0, 0)], "1"),
+        ([(0, 0.0, 0), (1, 0.0, 0)], 0),
+        ([(2, 0.0, 0), (1, 0.0, 0)], 1),
         # What it says itself counts where other proxies keep it busy.
-        ([(0, 0.5, 8), (3, 0.1, 8)], "1"),
-        ([(5, 0.5, 8), (3, 0.9, 0)], "1"),
-        ([(1, 0.0, 0), (1, 0.0, 0), (0, 0.0, 0)], "2"),
+        ([(0, 0.5, 8), (3, 0.1, 8)], 1),
+        ([(5, 0.5, 8), (3, 0.9, 0)], 1),
+        ([(1, 0.0, 0), (1, 0.0, 0), (0, 0.0, 0)], 2),
     ],
 )
-def test_the_least_loaded(told: list[tuple[int, float, int]], taken: str) -> None:
-    made = engines(len(told))
-    for engine, (running, load, slots) in zip(made, told, strict=True):
+def test_the_least_loaded(told: list[tuple[int, float, int]], taken: int) -> None:
+    fleet = EngineFleet([VllmServer(f"http://e{i}", ()) for i in range(len(told))])
+    for engine, (running, load, slots) in zip(fleet.engines, told, strict=True):
         engine.running, engine.load, engine.slots = running, load, slots
-    assert least_loaded(made, ASK).url == f"http://e{taken}"
+    assert fleet.pick(PREFILL, ()) is fleet.engines[taken]
 
 
-def test_equal_beginnings_go_to_one_engine() -> None:
-    made = engines(4)
-
-    def taken(prompt: Any, among: Sequence[VllmEngine] = made) -> str:
-        return least_loaded(among, {"prompt": prompt}).url
-
-    system = list(range(300))
-    assert len({taken([*system, i]) for i in range(9)}) == 1
-    # One that goes moves only what it had.
-    before = {i: taken(f"{i}") for i in range(100)}
-    assert len(set(before.values())) == 4
-    after = {i: taken(f"{i}", made[:3]) for i in before}
-    assert {before[i] for i in before if before[i] != after[i]} == {made[3].url}
-    assert least_loaded(made, {"messages": [{"role": "user"}]}) in made
-
-
-class Unread(list[Any]):
-    """Fails whoever looks at all of it."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for number, value in enumerate(super().__iter__()):
-            assert number < 2000, "more than the beginning was looked at"
-            yield value
-
-
-def test_the_beginning_of_a_chat_is_all_that_is_looked_at() -> None:
-    """A picture of 20 MB behind it costs nothing, and neither do a million values."""
-    made = engines(4)
-
-    def taken(*parts: Any) -> str:
-        body = {"messages": [{"role": "user", "content": list(parts)}]}
-        return least_loaded(made, body).url
-
-    for index in range(9):
-        system = {"type": "text", "text": f"{index}" + "a" * 2000}
-        pictures = [{"url": "data:" + name * 100_000} for name in "xyz"]
-        assert len({taken(system, picture) for picture in pictures}) == 1
-    for values in (Unread([[]] * 9000), Unread([{}] * 9000), Unread([0] * 9000)):
-        assert taken(values) in {one.url for one in made}
-        assert least_loaded(made, {"prompt": {"a": values}}) in made
-
-
-@pytest.mark.parametrize("prompt", [None, 7, {"a": 1}, True])
-def test_what_is_no_prompt_goes_to_an_engine(prompt: Any) -> None:
-    """Which says what is wrong with it, as it does to everybody."""
-    fleet = EngineFleet([P1, P2])
-    assert fleet.pick(PREFILL, {"prompt": prompt}, ())
-
-
-# --- the fleet ------------------------------------------------------------------------
+def test_engines_with_equal_loads_take_turns() -> None:
+    fleet = EngineFleet([P1, P2, D1])
+    taken = [fleet.pick(PREFILL, ()) for _ in range(6)]
+    assert taken == [*fleet.engines, *fleet.engines]
 
 
 def test_engines_that_are_down_are_not_picked() -> None:
-    fleet = fleet_in_turns([P1, P2])
+    fleet = EngineFleet([P1, P2])
     one, two = fleet.engines
 
     def taken(*tried: VllmEngine, down: bool = False) -> set[Any]:
-        return {fleet.pick(PREFILL, ASK, tried, down=down) for _ in range(4)}
+        return {fleet.pick(PREFILL, tried, down=down) for _ in range(4)}
 
     one.lost("Connection refused")
     assert taken() == {two}
@@ -149,11 +93,11 @@ def test_engines_that_are_down_are_not_picked() -> None:
 
 def test_who_answers() -> None:
     """A decode engine; a prefill engine before one that is down; one that is down."""
-    fleet = fleet_in_turns([P1], [D1])
+    fleet = EngineFleet([P1], [D1])
     prefill, decode = fleet.engines
 
     def answers(*tried: VllmEngine) -> VllmEngine | None:
-        return fleet.pick_to_answer(ASK, tried)
+        return fleet.pick_to_answer(tried)
 
     assert answers() is decode
     decode.slow = True
@@ -185,9 +129,9 @@ def test_an_engine_is_there_when_it_has_answered_and_all_its_ranks_are() -> None
     (engine,) = fleet.engines
     assert engine.server.remote == ("tcp://127.0.0.1:7", "tcp://127.0.0.1:8")
     assert engine.server.stages == 2
-    assert fleet.pick(DECODE, ASK, ()) is None
+    assert fleet.pick(DECODE, ()) is None
     engine.ready = True
-    assert fleet.pick(DECODE, ASK, ()) is engine
+    assert fleet.pick(DECODE, ()) is engine
     fleet.left(f"{1:032x}")
     assert not fleet.engines
 
@@ -198,12 +142,12 @@ def test_an_engine_changes_leaves_and_starts_again() -> None:
     (first,) = fleet.engines
     first.ready = True
     fleet.at(first.url).drain()
-    assert fleet.pick(DECODE, ASK, ()) is None
+    assert fleet.pick(DECODE, ()) is None
     fleet.at(first.url).drain(draining=False)
     fleet.joined(*member(role=PREFILL, load=0.5))  # it says something new
     assert fleet.engines == [first]
     assert (first.role, first.load) == (PREFILL, 0.5)
-    assert fleet.pick(DECODE, ASK, ()) is None
+    assert fleet.pick(DECODE, ()) is None
     with first.at_work():
         # The next start is there before the record of the last one has gone.
         fleet.joined(*member(start=2))
@@ -225,10 +169,10 @@ def test_only_engines_of_one_model_share_a_request() -> None:
     fleet.joined(*member(2, PREFILL, 2, model="b"))
     for engine in fleet.engines:
         engine.ready = True
-    chosen = fleet.pick(PREFILL, ASK, (), "b")
+    chosen = fleet.pick(PREFILL, (), "b")
     assert chosen is not None
     assert chosen.model == "b"
-    assert fleet.pick(PREFILL, ASK, (), "c") is None
+    assert fleet.pick(PREFILL, (), "c") is None
 
 
 # --- what a directory says ------------------------------------------------------------
@@ -358,7 +302,7 @@ def test_death_is_noticed_within_a_second() -> None:
 
     async def watch() -> None:
         clock = asyncio.get_running_loop().time
-        fleet = fleet_in_turns([P1, P2], [D1, D2], clock=clock)
+        fleet = EngineFleet([P1, P2], [D1, D2], clock=clock)
         network = Engines()
         prober = client.Prober(fleet, network)
         probing = asyncio.create_task(prober.run())
@@ -406,7 +350,7 @@ async def test_an_engine_that_was_drained_comes_back(
     lost: Handler, restarted: bool
 ) -> None:
     """Gone and back is restarted; one that is sick or silent for a while is not."""
-    fleet = fleet_in_turns([], [D1])
+    fleet = EngineFleet([], [D1])
     network = Engines()
     (engine,) = fleet.engines
     engine.drain()

@@ -25,7 +25,6 @@ from packages.vllm.tests.support.proxies import (
     Engines,
     app,
     call,
-    fleet_in_turns,
     member,
     operate,
     post,
@@ -214,7 +213,7 @@ async def test_an_engine_that_is_given_up_costs_another_try(
     """It was silent for too long, so what waits for it is asked elsewhere."""
 
     network = Engines(d1=when(asyncio.Event()))
-    fleet = fleet_in_turns([], [D1, D2])
+    fleet = EngineFleet([], [D1, D2])
     application = app(network, fleet=fleet)
     asking = asyncio.ensure_future(post(application))
     await turns_until(lambda: "d1" in network.hosts())
@@ -225,7 +224,7 @@ async def test_an_engine_that_is_given_up_costs_another_try(
 
 
 async def test_what_is_known_of_engines() -> None:
-    fleet = fleet_in_turns([P1], [D1])
+    fleet = EngineFleet([P1], [D1])
     fleet.joined(*member(5, labels={"carrying": "tcp:3"}, load=0.25))
     said = (await call(app(Engines(), fleet=fleet), "GET", "/fleet")).json()
     found, *others = said["engines"]

@@ -14,6 +14,7 @@ import pytest
 
 from kvwire.aio import start_task
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
+from kvwire_vllm.proxy.fleet import EngineFleet
 from packages.vllm.tests.support.decoders import (
     COUNT,
     Client,
@@ -30,7 +31,6 @@ from packages.vllm.tests.support.proxies import (
     Engines,
     Said,
     app,
-    fleet_in_turns,
     streamed,
     when,
 )
@@ -107,7 +107,7 @@ async def test_a_client_that_leaves_as_its_engine_fails() -> None:
         asking.cancel()
         raise aiohttp.ServerDisconnectedError
 
-    fleet = fleet_in_turns([P1], [D1])
+    fleet = EngineFleet([P1], [D1])
     network = Engines(p1=when(asyncio.Event()), d1=fails)
     asked = ClientRequest(PATH, dict(ASK))
     async with AsyncExitStack() as stack:

@@ -15,6 +15,7 @@ from kvwire.limits import MIB
 from kvwire_vllm.proxy.app import ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.engines import VllmServer
+from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.moving import immovable_field
 from packages.vllm.tests.support.decoders import (
     CHAT,
@@ -36,7 +37,6 @@ from packages.vllm.tests.support.proxies import (
     Said,
     app,
     call,
-    fleet_in_turns,
     operate,
     refused,
     saying,
@@ -234,7 +234,7 @@ async def test_a_client_that_leaves_while_it_moves() -> None:
 
 async def test_a_stream_moves_to_none_but_decode_engines_that_take_requests() -> None:
     first = Decoder(3)
-    fleet = fleet_in_turns([P1], [D1, D2])
+    fleet = EngineFleet([P1], [D1, D2])
     application = app(Engines(d1=first), fleet=fleet, migrate=True)
     client = Client(application)
     await client.read(3)
@@ -328,7 +328,7 @@ async def test_what_an_engine_says_of_its_answer_over_http(*, ends: bool) -> Non
     said = head + event.encode() + b"data: [DONE]\n\n" * ends
     async with saying(said) as heard:
         there = VllmServer(f"http://127.0.0.1:{int(heard[0])}", ())
-        fleet = fleet_in_turns([], [there])
+        fleet = EngineFleet([], [there])
         engines = EngineClient()
         application = ProxyApp(fleet, ProxySettings(migrate=True), client=engines)
         answered = await call(

@@ -20,6 +20,7 @@ import pytest
 from kvwire_vllm.proxy.client import EngineFailed
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire_vllm.proxy.engines import VllmServer
+from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import PROXY_RETRY_RESERVE
 from packages.vllm.tests.support.decoders import (
     Client,
@@ -38,7 +39,6 @@ from packages.vllm.tests.support.proxies import (
     dies,
     fails,
     fine,
-    fleet_in_turns,
     gone,
     post,
     refused,
@@ -77,9 +77,10 @@ async def test_engines_that_were_dead_already_are_not_counted() -> None:
 
 
 async def test_engines_that_nobody_reaches_are_not_counted() -> None:
-    engines = Engines(d0=refused, d1=refused, d2=refused, d3=dies, d4=refused)
+    engines = Engines(d0=refused, d1=dies, d2=refused, d3=refused, d4=refused)
     assert (await post(front(engines))).status_code == 200
-    assert len(engines.asked) == 6
+    # After the one that died, each is looked at before it is asked.
+    assert engines.hosts() == ["d0", "d1", "d5"]
 
 
 async def test_engines_that_were_down_before_are_not_counted() -> None:
@@ -98,7 +99,7 @@ async def test_a_client_whose_requests_are_answered_with_500() -> None:
         return await (fails(500, "an odd value") if at_fault else fine)(body)
 
     engines = Engines(p0=picky, p1=picky, d0=picky, d1=picky)
-    fleet = fleet_in_turns(PREFILL[:2], DECODE[:2])
+    fleet = EngineFleet(PREFILL[:2], DECODE[:2])
     application = app(engines, fleet=fleet)
     for number in range(20):
         odd = {"response_format": {"type": "json_object"}}
@@ -147,7 +148,7 @@ async def test_a_stream_that_engines_die_of() -> None:
         await client.read()
     assert client.done
     assert client.events[-1]["error"]["code"] == 502
-    assert engines.hosts() == ["d0", "d2"]
+    assert engines.hosts() == ["d0", "d1"]
 
 
 async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
@@ -159,7 +160,7 @@ async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
 
     engines = Engines(**{f"d{i}": none_left for i in range(6)})
     engines.dead += (none_left,)
-    fleet = fleet_in_turns([], DECODE)
+    fleet = EngineFleet([], DECODE)
     said = await post(app(engines, fleet=fleet))
     assert said.status_code == 503
     assert said.json()["error"]["message"] == "Too many open files"
@@ -204,7 +205,7 @@ def dispatcher(
     decode: int,
     clock: Callable[[], float] = lambda: 0.0,
 ) -> Dispatcher:
-    fleet = fleet_in_turns(PREFILL[:prefill], DECODE[:decode], clock=clock)
+    fleet = EngineFleet(PREFILL[:prefill], DECODE[:decode], clock=clock)
     return Dispatcher(engines, fleet)
 
 
@@ -278,7 +279,7 @@ async def test_engines_of_both_roles_come_and_go(seed: int) -> None:
     """One of them is well at any time; which one, nobody knows before it is asked."""
     chance = random.Random(seed)
     engines = Pairs()
-    fleet = fleet_in_turns(PREFILL[:2], DECODE[:2])
+    fleet = EngineFleet(PREFILL[:2], DECODE[:2])
     asking = Dispatcher(engines, fleet)
     hosts = ["p0", "p1", "d0", "d1"]
     for _ in range(MANY):
@@ -342,7 +343,7 @@ async def test_a_refusal_is_an_answer(
 ) -> None:
     """The client has its text; it costs no other client a try, and harms no engine."""
     engines = Pairs(**{who: fails(status, "no such model")})
-    fleet = fleet_in_turns(PREFILL[:1], DECODE[:1])
+    fleet = EngineFleet(PREFILL[:1], DECODE[:1])
     asking = Dispatcher(engines, fleet)
     answers = who == "d0" or "n" not in more
     for number in range(3):

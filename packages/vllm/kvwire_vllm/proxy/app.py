@@ -208,7 +208,7 @@ class ProxyApp:
         tried: set[VllmEngine] = set()
         with self._state.place():
             content = await request.read() or None
-            while (engine := self._fleet.pick_to_answer({}, tried)) is not None:
+            while (engine := self._fleet.pick_to_answer(tried)) is not None:
                 headers = _passed_on(request)
                 try:
                     async with self._client.ask(

@@ -119,7 +119,7 @@ class Dispatcher:
         last = EngineFailed(None, self._fleet.why_none())
         # Reasons by role, since clients must not learn engines' addresses.
         whys: dict[str, None] = {}
-        while (decode := self._fleet.pick_to_answer(asked.body, tried)) is not None:
+        while (decode := self._fleet.pick_to_answer(tried)) is not None:
             # If no engine was reached, another try costs no engine any work.
             if tried and (last.reached or decode.down):
                 alone = not self.budget.spend()
@@ -197,7 +197,7 @@ class Dispatcher:
         """Return the engine that computes the prompt; None if `decode` computes it."""
         if not decode.does(DECODE) or not is_for_two(body):
             return None
-        return self._fleet.pick(PREFILL, body, {decode, *tried}, decode.model)
+        return self._fleet.pick(PREFILL, {decode, *tried}, decode.model)
 
     async def _dead(self, *engines: VllmEngine | None) -> set[VllmEngine]:
         """Return the engines that have died already, so not of the next request."""

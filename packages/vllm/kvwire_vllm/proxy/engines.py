@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
-import xxhash
-
 from kvwire.errors import UsageError, without_password
 from kvwire.types import Address
 from kvwire_vllm.announce import BOTH
@@ -96,13 +94,10 @@ class VllmEngine:
     running: int = 0  # its running requests from this proxy
     answered: int = 0  # requests it has answered
     failed: int = 0  # requests it has failed
-    seed: int = field(init=False)  # a hash of its URL, for rendezvous hashing
+    picked: int = 0  # the number of its last request among the fleet's
     _left: bool = False  # whether nothing has listened there since the drain began
     _waits: set[asyncio.Timeout] = field(default_factory=set)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.seed = xxhash.xxh3_64_intdigest(self.server.url.encode())
 
     @property
     def url(self) -> str:

@@ -12,15 +12,14 @@ its running ones. An engine that has never answered gets none at all.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
 
 from kvwire.errors import UsageError
 from kvwire_vllm.announce import BOTH, DECODE, PREFILL
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.members import VllmMember
-from kvwire_vllm.proxy.policy import Choose, least_loaded
 
 
 class EngineFleet:
@@ -31,11 +30,10 @@ class EngineFleet:
         prefill: Iterable[VllmServer] = (),
         decode: Iterable[VllmServer] = (),
         *,
-        choose: Choose = least_loaded,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock: Callable[[], float] = clock
-        self._choose = choose
+        self._picks = itertools.count(1)
         # Bounded by the command line.
         self._static = {one: VllmEngine(server=one, role=PREFILL) for one in prefill}
         for one in decode:
@@ -56,7 +54,6 @@ class EngineFleet:
     def pick(
         self,
         role: str,
-        body: Mapping[str, Any],
         tried: Collection[VllmEngine],
         model: str | None = None,
         *,
@@ -64,6 +61,7 @@ class EngineFleet:
     ) -> VllmEngine | None:
         """Return the engine for a request, or None.
 
+        It has the fewest requests; of several, the one that was picked longest ago.
         Slow engines come last. Engines that are down are excluded, unless `down` is
         set, which selects only them.
         """
@@ -82,13 +80,14 @@ class EngineFleet:
             ]
         choice = [engine for engine in left if engine.is_up]
         choice = choice or [engine for engine in left if down or not engine.down]
-        return self._choose(choice, body) if choice else None
+        if not choice:
+            return None
+        engine = min(choice, key=lambda one: (one.requests, one.picked))
+        engine.picked = next(self._picks)
+        return engine
 
     def pick_to_answer(
-        self,
-        body: Mapping[str, Any],
-        tried: Collection[VllmEngine],
-        model: str | None = None,
+        self, tried: Collection[VllmEngine], model: str | None = None
     ) -> VllmEngine | None:
         """Return the engine that answers a request, or None.
 
@@ -97,7 +96,7 @@ class EngineFleet:
         """
         for down in (False, True):
             for role in (DECODE, PREFILL):
-                engine = self.pick(role, body, tried, model, down=down)
+                engine = self.pick(role, tried, model, down=down)
                 if engine is not None:
                     return engine
         return None

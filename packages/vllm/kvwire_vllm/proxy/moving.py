@@ -250,7 +250,7 @@ class MovableStream:
         if not self._can_move:
             return _PARSED
         if to is None:
-            to = self._moves.fleet.pick(DECODE, self._asked.body, {here}, here.model)
+            to = self._moves.fleet.pick(DECODE, {here}, here.model)
         if to is None or to is here or to.model != here.model or not to.takes(DECODE):
             return "no other engine accepts it"
         self._moving = True
@@ -386,7 +386,6 @@ class MovableStream:
     async def _recovered(self, error: EngineFailed) -> bool:
         """Continue elsewhere after the engine's death; return whether that worked."""
         here = self._asked.decode
-        body = self._asked.body
         if here is None or error.ours or not self._can_move:
             return False
         logger.warning("%s cut off its answer: %s", here.url, error.why)
@@ -400,7 +399,7 @@ class MovableStream:
             return False
         tried = {here}
         fleet = self._moves.fleet
-        while to := fleet.pick_to_answer(body, tried, here.model):
+        while to := fleet.pick_to_answer(tried, here.model):
             if len(tried) > PROXY_FAILED_ON_MAX:
                 return False
             # As for requests: only a try on an engine that is down is paid from the

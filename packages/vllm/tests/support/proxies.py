@@ -11,13 +11,11 @@ import asyncio
 import dataclasses
 import errno
 import json
-from collections import Counter
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
-    Iterable,
     Mapping,
     Sequence,
 )
@@ -34,10 +32,9 @@ from aiohttp.typedefs import Handler as Handling
 from kvwire.directory import Record
 from kvwire_vllm.proxy.app import SERVED, ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient
-from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
+from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.members import AllowedHosts, read_member
-from kvwire_vllm.proxy.policy import Choose
 
 P1 = VllmServer("http://p1", ("p1:1",))
 P2 = VllmServer("http://p2", ("p2:1",))
@@ -237,24 +234,6 @@ def member(port: int = 1, role: str = "decode", start: int = 1, **fields: Any) -
 # --- proxies --------------------------------------------------------------------------
 
 
-def in_turns() -> Choose:
-    """Take engines in turns, so that a test knows which one comes next."""
-    turns: Counter[str] = Counter()
-
-    def choose(engines: Sequence[VllmEngine], _: Mapping[str, Any]) -> VllmEngine:
-        role = engines[0].role
-        turns[role] += 1
-        return engines[(turns[role] - 1) % len(engines)]
-
-    return choose
-
-
-def fleet_in_turns(
-    prefill: Iterable[VllmServer] = (), decode: Iterable[VllmServer] = (), **more: Any
-) -> EngineFleet:
-    return EngineFleet(prefill, decode, choose=in_turns(), **more)
-
-
 def app(
     engines: Engines,
     *,
@@ -264,7 +243,7 @@ def app(
     **options: Any,
 ) -> ProxyApp:
     """A proxy before these engines, or before a fleet."""
-    before = fleet or fleet_in_turns(prefill, decode)
+    before = fleet or EngineFleet(prefill, decode)
     names = {field.name for field in dataclasses.fields(ProxySettings)}
     chosen = {name: options.pop(name) for name in names & options.keys()}
     return ProxyApp(before, ProxySettings(**chosen), client=engines, **options)
