@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +18,9 @@ from rich.console import Console
 
 from kvwire import Config, UsageError
 from kvwire.directory import Selector
-from kvwire.errors import without_password
-from kvwire.observe.view import TopTable, text_of
+from kvwire.errors import printable, without_password
 from kvwire.types import in_bytes, read_bytes
 from kvwire_store.limits import STORE_BERTH_BYTES
-from kvwire_store.report import report_notes, report_tables
 from kvwire_store.server.client import ask_report, delete_all
 from kvwire_store.server.messages import StatsReport, TierRow
 from kvwire_store.server.server import StoreServer
@@ -254,33 +252,65 @@ async def _serve(
 
 
 def _show(report: StatsReport) -> None:
-    """Print the tiers and the clients, with each name on a line above its row."""
+    """Print tiers, tenants and clients, with each name on a line above its row."""
     # Not wrapped: a name may be longer than a screen is wide.
     console = Console(highlight=False, markup=False, soft_wrap=True)
+
+    def table(head: str, rows: Sequence[tuple[str, ...]]) -> None:
+        columns = zip(head.split(), *(cells for _, *cells in rows), strict=True)
+        widths = [max(map(len, column)) for column in columns]
+        for name, *cells in (("", *head.split()), *rows) if rows else ():
+            if name:
+                console.print(name)
+            padded = map(str.rjust, cells, widths)
+            console.print("  " + "  ".join(padded))
+
     console.print(report.name + (", read-only" if report.read_only else ""))
-    for table in report_tables(report):
-        if table.name == "clients":
-            for note in report_notes(report):
-                console.print(note)
-            dropped = f", {report.dropped} dropped" if report.dropped else ""
-            console.print(f"\nclients: {len(report.clients)}{dropped}")
-        for line in _lines(table):
-            console.print(line)
+    table("blocks used of read written evicted failed", list(map(_cells, report.tiers)))
+    uses = [
+        (
+            f"{tenant.name or 'no tenant'} in {tier}",
+            in_bytes(use.used_bytes),
+            in_bytes(use.quota_bytes) if use.quota_bytes else "-",
+            in_bytes(use.pinned_bytes),
+            f"{use.evicted_blocks:,}",
+            f"{tenant.counters.hit_blocks:,}",
+            f"{tenant.counters.missed_blocks:,}",
+        )
+        for tenant in report.tenants
+        for tier, use in tenant.tiers
+    ]
+    table("used of pinned evicted hits misses", uses)
+    for tier in report.tiers:
+        if tier.error:
+            console.print(printable(f"{tier.name}: {tier.error}"))
+    dropped = f", {report.dropped} dropped" if report.dropped else ""
+    console.print(f"\nclients: {len(report.clients)}{dropped}")
+    clients = [
+        (
+            f"{client.name} at {client.address}",
+            f"{client.requests:,}",
+            f"{client.asked:,}",
+            in_bytes(client.read_bytes),
+            in_bytes(client.written_bytes),
+        )
+        for client in report.clients
+    ]
+    table("open requests read written", clients)
 
 
-def _lines(table: TopTable) -> Iterator[str]:
-    """Return a table's lines: the head, then the name and the cells of each row."""
-    if not table.rows:
-        return
-    head = [column.name for column in table.columns[1:]]
-    rows = [[text_of(cell) for cell in row.cells] for row in table.rows]
-    columns = zip(head, *(cells for _, *cells in rows), strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    for name, *cells in (["", *head], *rows):
-        if name:
-            yield name
-        shown = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        yield "  " + "  ".join(shown)
+def _cells(tier: TierRow) -> tuple[str, ...]:
+    counts = tier.stats
+    return (
+        tier.name,
+        f"{counts.blocks:,}",
+        in_bytes(counts.used_bytes),
+        in_bytes(counts.size_bytes) if counts.size_bytes else "-",
+        f"{counts.read_blocks:,}",
+        f"{counts.written_blocks:,}",
+        f"{counts.evicted_blocks:,}",
+        f"{counts.damaged_blocks + counts.failed_blocks:,}",
+    )
 
 
 def _plain(report: StatsReport) -> dict[str, Any]:

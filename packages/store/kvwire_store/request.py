@@ -28,7 +28,9 @@ class Settled(asyncio.Future[Any]):
         if self.done():
             return self
         made: asyncio.Future[Outcome] = self.get_loop().create_future()
-        self._waiters.append(made)  # bounded: one for each await
+        if self._waiters:
+            self._waiters = [one for one in self._waiters if not one.done()]
+        self._waiters.append(made)  # bounded: one for each await, and a cancelled one
         return made
 
     def settle(self, outcome: object) -> None:

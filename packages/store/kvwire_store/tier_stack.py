@@ -55,7 +55,7 @@ class TierStack:
         self.below: tuple[Tier, ...] = tuple(below)
         self.through: bool = through and bool(below)
         self.memory: MemoryTier = MemoryTier(
-            index, self._demote if below else None, ahead=not through
+            index, self if below else None, ahead=not through
         )
         self.threads = threads
         known = itertools.chain.from_iterable(tier.namespaces() for tier in below)
@@ -184,8 +184,10 @@ class TierStack:
         """
         held = [tier.indexed(keys) for tier in self.keepers]
         known = [bits for bits in held if bits is not None]
+        if known:
+            return known[0] if len(known) == 1 else np.logical_or.reduce(known)
         kept: Bits = (slots >= 0) & self.memory.below[slots]
-        return np.logical_or.reduce(known) if known else kept
+        return kept
 
     @property
     def keepers(self) -> tuple[Tier, ...]:
@@ -350,8 +352,14 @@ class TierStack:
         blocks = "1 block is" if left == 1 else f"{left} blocks are"
         raise OSError(f"{blocks} in memory only: {'; '.join(reasons)}")
 
-    async def _demote(self, named: IndexedSlots) -> str:
-        """Write blocks from memory to a tier that accepts them, unless one has them."""
+    async def demote(self, named: IndexedSlots) -> str:
+        """Write blocks from memory to a tier that accepts them, unless one has them.
+
+        Returns:
+            Why some were not accepted, or "".
+
+        Cancel safety: running writes are finished first.
+        """
         # The caller has pinned the blocks: they keep their slots until this returns.
         index = self.memory.index
         # ``below`` marks blocks that a lower tier kept. A tier with an index here is

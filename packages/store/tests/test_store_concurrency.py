@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
@@ -22,7 +23,7 @@ from kvwire.limits import KIB
 from kvwire.memory.copy import copy as plain_copy
 from kvwire_store import BlockStore
 from kvwire_store.keys import Keys, Orders, as_keys
-from kvwire_store.request import StoreRequest
+from kvwire_store.request import Settled, StoreRequest
 from kvwire_store.tiers.disk import DiskTier
 from packages.store.tests.contract import NAMESPACE
 from packages.store.tests.fakes import FakeTier
@@ -280,6 +281,22 @@ async def test_a_cancelled_await_does_not_stop_the_put(tmp_path: Path) -> None:
         await request.drained()
         assert (await request).complete
         assert await store.match(hashes) == BLOCKS
+
+
+async def test_awaits_that_were_cancelled_are_not_kept_until_the_end() -> None:
+    """A caller may wait for a slow get in steps, each with a limit."""
+    get = Settled(asyncio.get_running_loop())
+    kept = weakref.WeakSet[asyncio.Future[Outcome]]()
+    for _ in range(100):
+        waiter = get.waiter()
+        kept.add(waiter)
+        waiter.cancel()
+    del waiter
+    assert len(kept) == 1
+    last = get.waiter()
+    get.settle(None)
+    await last
+    assert get.done()
 
 
 async def test_close_waits_for_what_was_begun(tmp_path: Path) -> None:

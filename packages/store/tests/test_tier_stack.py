@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.limits import KIB
 from kvwire_store.index import Index
 from kvwire_store.keys import Keys, as_keys
@@ -132,6 +132,29 @@ async def test_a_slot_that_is_used_again_is_of_no_tier() -> None:
         again = await tiers.memory.take(NAMESPACE.image_bytes, 16)
         assert not tiers.memory.below[again].any()
         tiers.memory.give_back(again)
+
+
+class IndexedTier(FakeTier):
+    """A tier whose index is in this process, as a disk's is."""
+
+    def indexed(self, keys: Keys) -> Bits:
+        return np.array([key in self.orders for key in keys.tolist()])
+
+
+@pytest.mark.parametrize("above", [(), (FarTier("server"),)], ids=["disk", "server"])
+async def test_a_block_that_a_disk_has_evicted_goes_from_memory_by_way_of_it(
+    above: tuple[FakeTier, ...],
+) -> None:
+    """Whichever tier kept it once: nothing that needs a slot at once takes its slot."""
+    disk, keys = IndexedTier("disk"), keys_of(16)
+    async with hierarchy(*above, disk) as tiers:
+        slots = await fill(tiers, keys)
+        tiers.memory.below[slots] = True
+        assert not tiers.memory.take_now(NAMESPACE.image_bytes, 1).size
+        knowing(disk, keys)
+        taken = tiers.memory.take_now(NAMESPACE.image_bytes, 1)
+        assert taken.size == 1
+        tiers.memory.give_back(taken)
 
 
 @pytest.mark.parametrize(

@@ -163,27 +163,31 @@ class ActiveConnection:
     ) -> AnswerT:
         """Send a request, and wait for its answer within a timeout.
 
-        Cancel safety: safe, the answer is dropped when it arrives.
+        Cancel safety: safe, the answer is dropped when it arrives. Until then the
+        request keeps its turn, since the server works on it.
         """
-        async with self._requests:
-            answer = asyncio.get_running_loop().create_future()
-            self._expect(
-                request.number, partial(_settle, answer), timeout_s or self._timeout_s
-            )
-            try:
-                body = encode(request)
-                if not send_now(self.connection, TAG, body):
-                    await self.connection.send(TAG, body, deadline=self._within)
-                found = await answer
-            except KVWireError:
-                if answer.done():
-                    answer.exception()  # not retrieved yet if the send has failed
-                raise
-            finally:
-                self._forget(request.number)
-                # The exception refers to this frame and so to the moved blocks, in a
-                # cycle.
-                del answer
+        await self._requests.acquire()
+        answer = asyncio.get_running_loop().create_future()
+        number = request.number
+        # Called once: the server may work on a request whose caller has gone.
+        self._expect(number, partial(self._over, answer), timeout_s or self._timeout_s)
+        try:
+            body = encode(request)
+            if not send_now(self.connection, TAG, body):
+                await self.connection.send(TAG, body, deadline=self._within)
+            found = await answer
+        except asyncio.CancelledError:  # its message goes out nevertheless
+            raise
+        except BaseException:
+            if self._forget(number) is not None:
+                self._requests.release()
+            if answer.done():
+                answer.exception()  # not retrieved yet if the send has failed
+            raise
+        finally:
+            # The exception refers to this frame and so to the moved blocks, in a
+            # cycle.
+            del answer
         return self.checked(found, kind)
 
     def checked(self, found: NumberedReply, kind: type[AnswerT]) -> AnswerT:
@@ -211,6 +215,18 @@ class ActiveConnection:
         self._posted += 1
         self._expect(request.number, answered, self._timeout_s, posted=True)
         return True
+
+    def _over(
+        self, answer: asyncio.Future[NumberedReply], found: NumberedReply | KVWireError
+    ) -> None:
+        """End a call, whose caller may have gone, with its answer or an error."""
+        self._requests.release()
+        if answer.done():
+            return
+        if isinstance(found, KVWireError):
+            answer.set_exception(found)
+        else:
+            answer.set_result(found)
 
     def _expect(
         self, number: int, answered: Answered, within_s: float, *, posted: bool = False
@@ -338,17 +354,6 @@ class _Waiting(NamedTuple):
     late_at: float
     within_s: float
     posted: bool
-
-
-def _settle(
-    answer: asyncio.Future[NumberedReply], found: NumberedReply | KVWireError
-) -> None:
-    if answer.done():
-        return
-    if isinstance(found, KVWireError):
-        answer.set_exception(found)
-    else:
-        answer.set_result(found)
 
 
 class StoreClient:

@@ -158,12 +158,17 @@ class File:
         _move(self.pwritev, source, offset)
 
     def resize(self, nbytes: int) -> None:
-        """Set the length, and allocate disk space for all of it."""
+        """Set the length, and allocate disk space for all of it, or for none."""
         have = self.nbytes
         if nbytes < have:
             os.ftruncate(self._fd, nbytes)
         elif nbytes > have:
-            self.allocate(have, nbytes - have)
+            try:
+                self.allocate(have, nbytes - have)
+            except OSError:
+                # Some file systems leave what they had, and so no room for an index.
+                os.ftruncate(self._fd, have)
+                raise
 
     def lock(self) -> bool:
         """Lock it until it is closed; return False if another process has locked it."""

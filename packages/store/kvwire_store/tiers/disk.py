@@ -173,7 +173,10 @@ class DiskTier(CodedTier):
                 directory.close(in_order=False)
             # An error with a file name means that no file could be made, of any size.
             if _is_full(exc) and not getattr(exc, "filename", None):
-                text = f"the disk has no room for {nbytes} bytes; set a smaller ?size="
+                text = (
+                    f"the disk has no room for {nbytes} bytes and an index beside "
+                    "them; set a smaller ?size="
+                )
                 raise UsageError(f"tier {address.text!r}: {text}") from exc
             if isinstance(exc, _ERRORS):
                 raise UsageError(f"tier {address.text!r}: {_why(exc)}") from exc

@@ -23,15 +23,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Awaitable, Callable
 from itertools import repeat
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvwire.aio import start_task
-from kvwire.kv.blocks import Bits, Ids
+from kvwire.kv.blocks import Bits, Ids, all_of
 from kvwire.kv.fragments import Array, Fragments
 from kvwire.memory.arena import Arena, may_share
 from kvwire.memory.copy import copy
@@ -60,16 +59,24 @@ from kvwire_store.tiers.slabs import rounded
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
-Demote = Callable[[IndexedSlots], Awaitable[str]]
-"""Writes blocks to lower tiers that lack them; returns why some were refused."""
 _Bytes = npt.NDArray[np.uint8]
+
+
+class LowerTiers(Protocol):
+    """The tiers below memory, as it uses them."""
+
+    async def demote(self, named: IndexedSlots) -> str:
+        """Write blocks to tiers that lack them; return why some were refused."""
+
+    def known_kept(self, keys: Keys, slots: Ids) -> Bits:
+        """Return which blocks have been kept there, without asking a tier."""
 
 
 class MemoryTier:
     """Manages the slots of a store's memory. One event loop."""
 
     def __init__(
-        self, index: Index, demote: Demote | None, *, ahead: bool = True
+        self, index: Index, lower: LowerTiers | None, *, ahead: bool = True
     ) -> None:
         self.index: Index = index
         slabs = index.slabs
@@ -98,10 +105,10 @@ class MemoryTier:
         )
         # Whether room is made before it is needed; otherwise more is evicted than
         # needed.
-        self._ahead = demote is not None and ahead
-        through = demote is not None and not ahead
+        self._ahead = lower is not None and ahead
+        through = lower is not None and not ahead
         self._more_bytes = self._headroom_bytes // 4 if through else 0
-        self._demote = demote
+        self._lower = lower
         self._logged: set[str] = set()
         # Whether no lower tier accepted the last evicted blocks.
         self._losing = False
@@ -221,8 +228,8 @@ class MemoryTier:
     def take_now(self, nbytes: int, count: int, tenant: int = 0) -> Ids:
         """Take up to ``count`` slots that need no waiting; each is pinned.
 
-        With lower tiers, blocks are evicted for them only if one of these has kept
-        them.
+        With lower tiers, blocks are evicted for them only if one of these is known to
+        have them.
         """
         slots = self.index.take(nbytes, count, tenant)
         if slots.size < count and not self._ahead:
@@ -232,7 +239,8 @@ class MemoryTier:
             more_bytes = 0 if tenant else self._more_bytes
             needed = max(lacking, more_bytes // nbytes)
             named = self.index.victims(nbytes, needed, tenant)
-            may_go = self._demote is None or all(self.below[named.slots].tolist())
+            lower = self._lower
+            may_go = lower is None or all_of(lower.known_kept(*named))
             if may_go and named.slots.size:
                 more = self.index.replace(*named, nbytes, lacking, tenant)
                 slots = np.concatenate((slots, more)) if slots.size else more
@@ -366,7 +374,7 @@ class MemoryTier:
 
         Cancel safety: running writes are finished first.
         """
-        if self._demote is None:
+        if self._lower is None:
             return 0
         left = 0
         here = self.index.named()
@@ -378,7 +386,7 @@ class MemoryTier:
             named = IndexedSlots(keys[slots >= 0], slots[slots >= 0])
             self.index.pin(named.slots)
             try:
-                await self._demote(named)
+                await self._lower.demote(named)
                 left += int(np.count_nonzero(self.untaken[named.slots]))
             finally:
                 self.unpin(named.slots)
@@ -451,7 +459,7 @@ class MemoryTier:
             return None
         kept = True
         try:
-            error = await self._demote(named) if self._demote is not None else ""
+            error = "" if self._lower is None else await self._lower.demote(named)
             self._losing = bool(error)
             kept = self._losing and not lose
         finally:

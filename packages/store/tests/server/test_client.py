@@ -11,12 +11,16 @@ import pytest
 import kvwire
 from kvwire import ConnectionLost
 from kvwire_store import BlockStore, StoreServer
+from kvwire_store.keys import Keys, Orders
+from kvwire_store.limits import STORE_REQUESTS_MAX
 from kvwire_store.server.client import ActiveConnection, StoreClient
 from kvwire_store.server.messages import VERSIONS, Flush, StoreDone, Welcome
+from packages.store.tests.fakes import FakeTier
+from packages.store.tests.files import store_on
 from tests.support import inside
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
-from tests.support.pairs import connected, until
+from tests.support.pairs import connected, turns, until
 
 
 async def test_what_is_asked_while_it_is_down_fails_at_once() -> None:
@@ -48,6 +52,33 @@ async def test_a_request_that_is_not_sent_leaves_no_error_behind() -> None:
         gc.collect()
         await asyncio.sleep(0)
     assert not reported
+
+
+async def test_a_call_that_is_cancelled_keeps_its_turn_until_it_is_answered() -> None:
+    """Or one more follows it, and the server drops a client that has too many."""
+    go = asyncio.Event()
+
+    class Slow(FakeTier):
+        async def find(self, keys: Keys) -> Orders:
+            await go.wait()
+            return await super().find(keys)
+
+    cache = Filled(1, LARGE).cache
+    async with (
+        store_on(Slow()) as served,
+        StoreServer(served, "127.0.0.1:0", one_sided_windows="off") as server,
+        BlockStore.open([f"kvwire://127.0.0.1:{server.address.port}"]) as client,
+    ):
+        for _ in range(2 * STORE_REQUESTS_MAX):
+            looking = asyncio.create_task(client.match(chain(1), cache))
+            await turns(4)
+            looking.cancel()
+            await asyncio.wait((looking,))
+        last = asyncio.create_task(client.match(chain(1), cache))
+        await until(lambda: server.dropped or server.clients()[0].requests > 1)
+        go.set()
+        assert await last == 0
+        assert not server.dropped
 
 
 async def test_a_listener_whose_loop_is_dropped_touches_nothing() -> None:

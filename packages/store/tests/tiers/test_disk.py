@@ -602,7 +602,9 @@ async def test_a_put_is_synced_if_it_is_to_be(tmp_path: Path, sync: str) -> None
 async def test_a_disk_without_room_is_said_at_once(tmp_path: Path) -> None:
     faults = Faults()
     faults.failing["allocate"] = errno.ENOSPC
-    with pytest.raises(UsageError, match="has no room for 1048576 bytes; set"):
+    with pytest.raises(
+        UsageError, match=r"has no room for 1048576 bytes and an index .*; set"
+    ):
         await disk(tmp_path, hook=faults)
 
 

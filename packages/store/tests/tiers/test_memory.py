@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Bits, Ids
 from kvwire.limits import KIB, MIB
 from kvwire_store import BlockStore
 from kvwire_store.index import Index
@@ -45,6 +45,9 @@ class Below:
         self.given += named.keys.tolist()
         return self.error
 
+    def known_kept(self, keys: Keys, slots: Ids) -> Bits:
+        return np.zeros(keys.size, np.bool_)
+
 
 @pytest.fixture
 def below() -> Below:
@@ -53,7 +56,7 @@ def below() -> Below:
 
 @pytest.fixture
 def memory(below: Below) -> Iterator[MemoryTier]:
-    made = MemoryTier(Index(Slabs(1, SLOTS * GRAIN_BYTES)), below.demote)
+    made = MemoryTier(Index(Slabs(1, SLOTS * GRAIN_BYTES)), below)
     yield made
     made.close()
 
@@ -191,7 +194,7 @@ async def test_a_demotion_that_raises_loses_nothing(
 async def test_some_room_is_cleared_in_the_background() -> None:
     """So that the next put need not wait for the tier below."""
     below = Below()
-    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below.demote)
+    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below)
     keys = as_keys(chain(256))
     slots = memory.index.take(BYTES, 256)
     name(memory, keys, slots)
@@ -210,7 +213,7 @@ async def test_what_is_below_goes_some_at_once_and_only_when_room_is_needed(
 ) -> None:
     """In front of a tier that is written through; where not, each has to be written."""
     below = Below()
-    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below.demote, ahead=ahead)
+    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below, ahead=ahead)
     keys = as_keys(chain(256))
     slots = memory.index.take(BYTES, 256)
     name(memory, keys, slots)
@@ -224,7 +227,7 @@ async def test_what_is_below_goes_some_at_once_and_only_when_room_is_needed(
 
 async def test_no_more_goes_than_has_to_where_nobody_takes_it() -> None:
     below = Below()
-    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below.demote, ahead=False)
+    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below, ahead=False)
     keys = as_keys(chain(256))
     name(memory, keys, memory.index.take(BYTES, 256))
     below.error = "away"
