@@ -1,1 +1,1 @@
-"""Drive one core on one link, on asyncio: frames in, frames out. Internal."""
+"""What a communicator's parts share, and what drives one core on one link."""

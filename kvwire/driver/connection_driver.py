@@ -29,6 +29,7 @@ from kvwire.driver.lanes.active_transport import ActiveTransport
 from kvwire.driver.lanes.scheduler import LaneScheduler
 from kvwire.driver.lanes.setup import LaneSetup
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
+from kvwire.driver.services import Services
 from kvwire.driver.unreceived_log import Seen, overdue
 from kvwire.errors import (
     ConnectionClosed,
@@ -68,7 +69,6 @@ from kvwire.proto.records import (
     TransferRecord,
 )
 from kvwire.proto.transfers import Transfers
-from kvwire.runtime.services import Services
 from kvwire.types import BufferId, PeerInfo, RequestId
 from kvwire.wire.header import Flag
 

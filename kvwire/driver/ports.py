@@ -6,8 +6,8 @@ from typing import Protocol
 
 from kvwire.backend import Link
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
+from kvwire.driver.services import Services
 from kvwire.proto.connection import ConnectionCore
-from kvwire.runtime.services import Services
 
 
 class PathOwner(Protocol):

@@ -4,5 +4,5 @@
 ``RemoteWindow`` are defined here.
 Their public names are the documented API; within this folder they use each other's
 private names. Other rooms use a connection's driver and
-:class:`kvwire.runtime.services.Services` instead.
+:class:`kvwire.driver.services.Services` instead.
 """

@@ -1,7 +1,7 @@
 """A communicator: one identity, its listeners and connections, all on one loop.
 
 The parts of a communicator never refer to the communicator itself: they share
-:class:`kvwire.runtime.services.Services`, and :class:`kvwire.endpoint.links.Links`
+:class:`kvwire.driver.services.Services`, and :class:`kvwire.endpoint.links.Links`
 holds the dialled and accepted links. This module assembles the parts, checks the
 calling thread, and closes everything in the right order.
 """
@@ -32,6 +32,7 @@ from kvwire.directory import Record, Selector
 from kvwire.directory.dialable import check_dialable
 from kvwire.directory.limits import MEMBER_LEASE_S
 from kvwire.directory.selector import FIELDS
+from kvwire.driver.counters import Counters
 from kvwire.endpoint.acceptor import Acceptor
 from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.inspector import Inspector
@@ -54,7 +55,6 @@ from kvwire.limits import CLOSE_SLACK_S
 from kvwire.memory.buffers import Memory
 from kvwire.memory.device.copy_engine import CopyEngine
 from kvwire.proto.handshake import Identity
-from kvwire.runtime.counters import Counters
 from kvwire.security.keys import load_keys
 from kvwire.security.tls import CredentialFiles
 from kvwire.security.validity import Validity

@@ -18,11 +18,11 @@ import msgspec
 
 from kvwire.backend import keep_from_children
 from kvwire.directory.own_folder import own_folder
+from kvwire.driver.trace_ring import close_ring, open_ring
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.snapshot import snapshot_of
 from kvwire.errors import UsageError
 from kvwire.limits import SOCKET_PATH_BYTES
-from kvwire.runtime.trace_ring import close_ring, open_ring
 
 # The most clients that watch a process at a time, and the longest line of a request.
 INSPECT_CLIENTS_MAX: Final = 8

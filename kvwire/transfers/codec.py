@@ -35,7 +35,7 @@ from kvwire.transfers.event_wait import Failure
 from kvwire.transfers.ready_log import ReadyRange
 
 if TYPE_CHECKING:
-    from kvwire.runtime.codec_threads import CodecThreads
+    from kvwire.driver.codec_threads import CodecThreads
 
 
 class _Stage:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from kvwire.aio import settler
+from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.memory.device.copy_engine import StreamWaiters
 from kvwire.memory.device.registry import event_ops
-from kvwire.runtime.devices import Devices
 
 Failure = str
 """How the awaited condition failed; "" if it was met."""

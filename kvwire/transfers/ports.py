@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.services import Services
 from kvwire.errors import KVWireError
 from kvwire.kv.outcome import Outcome
-from kvwire.runtime.services import Services
 
 
 class ObserverPort(Protocol):

@@ -20,12 +20,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 
+from kvwire.driver.devices import Devices
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import UNNAMED, Ids, among
 from kvwire.kv.coverage import Coverage
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import SEGMENTS_MAX
-from kvwire.runtime.devices import Devices
 from kvwire.transfers.event_wait import EventWaiter, Failure, Wait
 from kvwire.types import whole
 

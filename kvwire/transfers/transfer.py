@@ -26,6 +26,7 @@ from kvwire.aio import (
 )
 from kvwire.backend import Payload
 from kvwire.driver.connection_driver import ConnectionDriver
+from kvwire.driver.trace_ring import TraceRing
 from kvwire.errors import (
     DeadlineExceeded,
     KVWireError,
@@ -43,7 +44,6 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, TransferPlan
 from kvwire.limits import NAME_CHARS_MAX, PRIORITY_MAX
 from kvwire.proto.records import RequestRecord
-from kvwire.runtime.trace_ring import TraceRing
 from kvwire.transfers.leg import Flow, Leg
 from kvwire.transfers.offer import (
     ENDPOINT_ID_BYTES,

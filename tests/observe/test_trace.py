@@ -17,9 +17,9 @@ import pytest
 
 import kvwire
 import kvwire_store
+from kvwire.driver.trace_ring import RINGS
 from kvwire.observe.inspect import ProcessTrace, snapshots, sockets, traces
 from kvwire.observe.trace import document
-from kvwire.runtime.trace_ring import RINGS
 from tests.support.caches import Memory
 from tests.support.world import World, play, scenario
 

@@ -14,6 +14,7 @@ from typing import Any
 import kvwire
 import kvwire_store
 from kvwire.backend import Link, WindowReader
+from kvwire.driver.buffers import BufferTable
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.device_staging import DeviceStaging
 from kvwire.driver.lanes.state import LaneSet
@@ -23,7 +24,6 @@ from kvwire.endpoint.links import Driver, Links
 from kvwire.kv.plan import Segment
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.records import RequestRecord
-from kvwire.runtime.buffers import BufferTable
 from kvwire.transfers.leg import Leg
 from kvwire.transfers.outgoing import SendFlow
 from kvwire.transfers.registry import Question, TransferRegistry, TransferServices

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvwire.driver.devices import Devices
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.limits import MIB
-from kvwire.runtime.devices import Devices
 from kvwire.transfers.event_wait import EventWaiter, wait_event
 from tests.support.simulated_device import SimulatedDevice
 

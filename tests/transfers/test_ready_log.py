@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvwire import KVSpec, PagedCache, UsageError
+from kvwire.driver.devices import Devices
 from kvwire.limits import MIB, SEGMENTS_MAX
-from kvwire.runtime.devices import Devices
 from kvwire.transfers.ready_log import ReadyLog, ReadyRange
 
 SPEC = KVSpec(

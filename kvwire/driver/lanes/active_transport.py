@@ -12,8 +12,8 @@ import logging
 from typing import Final
 
 from kvwire.backend.selection import protection, with_result
+from kvwire.driver.counters import Counters
 from kvwire.driver.lanes.state import LaneEndpoint, LaneSet
-from kvwire.runtime.counters import Counters
 from kvwire.types import PeerInfo, TransportReport, TrustMode
 
 logger: logging.Logger = logging.getLogger("kvwire.lanes")

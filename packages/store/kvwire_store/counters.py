@@ -1,6 +1,6 @@
 """Counts of a store's operations since it was opened.
 
-They are plain attributes, as in :class:`kvwire.runtime.counters.Counters`. Each tier's
+They are plain attributes, as in :class:`kvwire.driver.counters.Counters`. Each tier's
 own counts are in :class:`kvwire_store.tiers.base.TierStats`.
 """
 

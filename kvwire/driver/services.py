@@ -12,12 +12,12 @@ from kvwire.aio import LoopThread
 from kvwire.backend import Backend, registry
 from kvwire.backend.selection import Selection
 from kvwire.config import Config
+from kvwire.driver.buffers import BufferTable
+from kvwire.driver.codec_threads import CodecThreads
+from kvwire.driver.counters import Counters
+from kvwire.driver.devices import Devices
+from kvwire.driver.trace_ring import TraceRing
 from kvwire.limits import SPAN_BYTES_MAX
-from kvwire.runtime.buffers import BufferTable
-from kvwire.runtime.codec_threads import CodecThreads
-from kvwire.runtime.counters import Counters
-from kvwire.runtime.devices import Devices
-from kvwire.runtime.trace_ring import TraceRing
 from kvwire.security.tls import CredentialFiles
 from kvwire.security.validity import Validity
 

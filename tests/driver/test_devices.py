@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
+from kvwire.driver.devices import Devices
+from kvwire.driver.trace_ring import RINGS, TRACE_EVENTS_MAX, close_ring, open_ring
 from kvwire.errors import BackendUnavailable
 from kvwire.limits import MIB
 from kvwire.memory.device.ops import Stream
-from kvwire.runtime.devices import Devices
-from kvwire.runtime.trace_ring import RINGS, TRACE_EVENTS_MAX, close_ring, open_ring
 from kvwire.types import Device, MemoryKind
 from tests.support.simulated_device import SimulatedDevice
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from kvwire.runtime.codec_threads import CodecThreads
+from kvwire.driver.codec_threads import CodecThreads
 from tests.test_aio import no_more_threads
 
 

@@ -1,1 +1,0 @@
-"""Shared by all parts of a communicator: services, lent memory, threads, counters."""
