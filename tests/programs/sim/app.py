@@ -20,7 +20,7 @@ from kvwire.types import Access, BufferId
 from kvwire.wire.control import AccessBody
 from tests.programs.sim.app_kv import KVApp
 from tests.programs.sim.app_windows import WindowApp
-from tests.programs.sim.ask import Aim, Ask, Known, Message, SimRegion
+from tests.programs.sim.ask import Aim, Ask, Known, Message
 from tests.programs.sim.endpoint import Endpoint
 from tests.programs.sim.memory import content, demand
 from tests.programs.sim.net import Frame
@@ -151,7 +151,7 @@ class RegionApp:
     """What an application does with memory that others may reach."""
 
     def __init__(self, world: World, node: Node) -> None:
-        self._regions: list[SimRegion] = []
+        self._regions: list[RegionRecord] = []
         self._world = world
         self._node = node
 
@@ -160,15 +160,15 @@ class RegionApp:
     def grant(self, endpoint: Endpoint, dice: Dice) -> None:
         """Let the peer reach a range of a region; it knows at once."""
         region = self._region(endpoint, dice)
-        begin = dice.below(region.core.nbytes)
-        nbytes = 1 + dice.below(region.core.nbytes - begin)
+        begin = dice.below(region.nbytes)
+        nbytes = 1 + dice.below(region.nbytes - begin)
         if dice.one_in(2):
-            begin, nbytes = 0, region.core.nbytes
-        access = Access.READ if dice.one_in(4) else region.core.access
-        if access & ~region.core.access:
-            access = region.core.access
+            begin, nbytes = 0, region.nbytes
+        access = Access.READ if dice.one_in(4) else region.access
+        if access & ~region.access:
+            access = region.access
         try:
-            row = endpoint.core.grant(region.core, begin, nbytes, access)
+            row = endpoint.core.grant(region, begin, nbytes, access)
         except ConnectionClosed:
             self._world.judge.truth.refused_as_closed(endpoint)
             return
@@ -176,7 +176,7 @@ class RegionApp:
             small = self._world.plan.setup.small_tables
             demand(small, "limit", "there is no room for a grant")
             return
-        endpoint.pump()
+        endpoint.collect()
         self._world.note(endpoint.name, "grants", row.id, begin, nbytes)
         if endpoint.peer is not None:
             endpoint.peer.grants.append(Known(endpoint.peer, region, row))
@@ -185,9 +185,9 @@ class RegionApp:
         """End every grant of a region, and keep the region."""
         region = dice.pick(self._regions)
         if region is not None:
-            self._world.note(self._node.name, "revokes", region.core.id)
-            self._node.regions.revoke(region.core)
-            self._tell(region.core)
+            self._world.note(self._node.name, "revokes", region.id)
+            self._node.regions.revoke(region)
+            self._tell(region)
 
     def close_one(self, dice: Dice) -> None:
         """Close a region; its memory is used again once it has drained."""
@@ -195,10 +195,10 @@ class RegionApp:
         if region is None:
             return
         self._regions.remove(region)
-        self._world.note(self._node.name, "closes region", region.core.id)
-        self._node.regions.close(region.core)
-        self._tell(region.core)
-        self._node.holds.retire(region.core.buffer)
+        self._world.note(self._node.name, "closes region", region.id)
+        self._node.regions.close(region)
+        self._tell(region)
+        self._node.holds.retire(region.buffer)
         self._node.collect()
 
     def close_all(self) -> None:
@@ -220,9 +220,9 @@ class RegionApp:
     def _tell(self, region: RegionRecord) -> None:
         for endpoint in self._node.endpoints:
             endpoint.core.region_revoked(region.id)
-            endpoint.pump()
+            endpoint.collect()
 
-    def _region(self, endpoint: Endpoint, dice: Dice) -> SimRegion:
+    def _region(self, endpoint: Endpoint, dice: Dice) -> RegionRecord:
         if self._regions and (len(self._regions) >= _REGIONS_MAX or dice.below(3)):
             return self._regions[dice.below(len(self._regions))]
         nbytes = max(endpoint.size(dice), 64)
@@ -232,9 +232,8 @@ class RegionApp:
             readable=bool(access & Access.READ),
             writable=bool(access & Access.WRITE),
         )
-        self._node.memory.store(lease, 0, content(nbytes, self._world.next_serial()))
-        core = self._node.regions.register(buffer, nbytes, access)
-        self._regions.append(SimRegion(self._node, core, lease))
+        lease.store(0, content(nbytes, self._world.next_serial()))
+        self._regions.append(self._node.regions.register(buffer, nbytes, access))
         return self._regions[-1]
 
     def _reach(self, endpoint: Endpoint, kind: RequestKind, dice: Dice) -> None:
@@ -371,7 +370,7 @@ class App:
             buffer, ask.lease = node.lend(
                 ask.nbytes, readable=not receives, writable=receives
             )
-            node.memory.store(ask.lease, 0, data)
+            ask.lease.store(0, data)
             ask.buffer = buffer
         try:
             ask.core = begin(buffer)  # type: ignore[arg-type]
@@ -396,7 +395,7 @@ class App:
         self._world.note(endpoint.name, "closes")
         endpoint.closing = True
         endpoint.core.close(self._node.clock, self._world.plan.setup.close_timeout_s)
-        endpoint.pump()
+        endpoint.collect()
         endpoint.set_timer()
         for ask in endpoint.open:
             unmet = ask.kind is RequestKind.RECV and not ask.core.wire_id
@@ -409,7 +408,7 @@ class App:
     def abort(self, endpoint: Endpoint) -> None:
         self._world.note(endpoint.name, "aborts")
         endpoint.core.fail(ConnectionLost("aborted by this side"))
-        endpoint.pump()
+        endpoint.collect()
         endpoint.end.abort()
 
     def close_all(self) -> None:
@@ -439,7 +438,7 @@ class App:
         self.cancels += 1
         ask.cancelled = True
         ask.endpoint.core.cancel(ask.core)
-        ask.endpoint.pump()
+        ask.endpoint.collect()
         demand(ask.over, "completion", "a cancelled request goes on")
 
     def _withdraw(self, endpoint: Endpoint, dice: Dice) -> None:
@@ -449,7 +448,7 @@ class App:
         self._world.note(endpoint.name, "withdraws", ask.tag)
         ask.cancelled = True
         taken_back = endpoint.core.withdraw(ask.core)
-        endpoint.pump()
+        endpoint.collect()
         demand(ask.over == taken_back, "completion", "withdrawn, and goes on")
         ask.cancelled = taken_back
 

@@ -67,7 +67,7 @@ class KVApp:
             nbytes = max(1, endpoint.size(dice))
             part = Part(self._world.next_serial(), nbytes)
             part.buffer, part.lease = self._node.lend(nbytes, readable=True)
-            self._node.memory.store(part.lease, 0, content(nbytes, part.serial))
+            part.lease.store(0, content(nbytes, part.serial))
             number = len(ask.parts) + 1
             box = (0, number, 1, 0, 1)
             commit = 1 + dice.below(2) if last and not left else 0
@@ -78,7 +78,7 @@ class KVApp:
             if not (dice.one_in(2) and endpoint.leaves(segment, part.buffer)):
                 transfers.queue(segment, part.buffer)
         self._world.note(endpoint.name, "marks", len(ask.parts))
-        endpoint.pump()
+        endpoint.collect()
 
     def commit(self, endpoint: Endpoint, dice: Dice) -> None:
         """Mark nothing more of a transfer."""
@@ -87,7 +87,7 @@ class KVApp:
             self._world.note(endpoint.name, "commits", len(ask.parts))
             ask.committed = True
             endpoint.core.transfers.commit(ask.core, complete=dice.one_in(2))
-            endpoint.pump()
+            endpoint.collect()
 
     def commit_all(self) -> None:
         """Mark nothing more of any transfer."""
@@ -117,11 +117,7 @@ class KVApp:
 
     def over(self, ask: Ask) -> None:
         """A transfer is over: take what is left of it out of the core, at some time."""
-        delay_s = self._world.afterthought_s()
-        if delay_s:
-            self._node.after(delay_s, self._forget, ask)
-        else:
-            self._forget(ask)
+        ask.endpoint.soon(self._forget, ask)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -129,16 +125,7 @@ class KVApp:
         ask = Ask(endpoint, request.kind, 0)
         ask.core = request
         endpoint.note(ask)
-        delay_s = self._world.afterthought_s()
-        if delay_s:
-            self._node.after(delay_s, self._answer_late, ask)
-        else:
-            self._answer(ask)
-
-    def _answer_late(self, ask: Ask) -> None:
-        self._answer(ask)
-        ask.endpoint.pump()
-        ask.endpoint.set_timer()
+        endpoint.soon(self._answer, ask)
 
     def _answer(self, ask: Ask) -> None:
         core = ask.endpoint.core

@@ -64,10 +64,10 @@ class WindowApp:
             return
         world, node = self._world, self._node
         count, block_bytes = 1 + dice.below(8), max(1, endpoint.size(dice))
-        lease = node.memory.lend(count * block_bytes, readable=True, writable=False)
+        lease = node.memory(count * block_bytes, readable=True)
         name = f"window {world.next_serial()}"
         waits = dice.one_in(2)
-        window = SimWindow(node, name, lease, block_bytes, waits=waits)
+        window = SimWindow(name, lease, block_bytes, waits=waits)
         self.windows[name] = window
         for block in range(count):
             window.generations.append(0)
@@ -127,7 +127,7 @@ class WindowApp:
             opened.views[view] = geometry
             body = WindowViewBody(opened.number, view, geometry)
             endpoint.core.windows.report(body)
-            endpoint.pump()
+            endpoint.collect()
         count = len(ticket.generations)
         nbytes, deadline = count * window.block_bytes, endpoint.deadline(dice)
         together = dice.one_in(2) and nbytes <= WINDOW_DATA_BYTES_MAX
@@ -193,7 +193,7 @@ class WindowApp:
     def _fill(self, window: SimWindow, block: int) -> None:
         generation = window.generations[block] = self._world.next_serial()
         data = content(window.block_bytes, generation)
-        self._node.memory.store(window.lease, block * window.block_bytes, data)
+        window.lease.store(block * window.block_bytes, data)
 
     def _hide(self, endpoint: Endpoint, window: SimWindow) -> None:
         for shown in list(endpoint.shown.values()):
@@ -202,19 +202,10 @@ class WindowApp:
                 if not window.waits:
                     del endpoint.shown[shown.number]
                     window.unused()
-        endpoint.pump()
+        endpoint.collect()
 
     def _asked(self, endpoint: Endpoint, event: events.WindowAsked) -> None:
-        delay_s = self._world.afterthought_s()
-        if delay_s:
-            self._node.after(delay_s, self._answer_late, endpoint, event)
-        else:
-            self._answer(endpoint, event)
-
-    def _answer_late(self, endpoint: Endpoint, event: events.WindowAsked) -> None:
-        self._answer(endpoint, event)
-        endpoint.pump()
-        endpoint.set_timer()
+        endpoint.soon(self._answer, endpoint, event)
 
     def _answer(self, endpoint: Endpoint, event: events.WindowAsked) -> None:
         if endpoint.ended is not None:
@@ -310,7 +301,7 @@ class WindowApp:
             windows.withhold(wire_id, _packed(stale))
             return
         begin = ticket.first * window.block_bytes
-        data = self._node.memory.load(window.lease, begin, event.body.nbytes)
+        data = window.lease.load(begin, event.body.nbytes)
         endpoint.send_together(wire_id, data)
 
     # --- inside: reader ---------------------------------------------------------------
@@ -336,11 +327,7 @@ class WindowApp:
         assert opened is not None
         demand(opened.window.closed, "untrue", "a window is over that is not")
         opened.ending = True
-        delay_s = self._world.afterthought_s()
-        if delay_s:
-            self._node.after(delay_s, self._answer_end, endpoint, opened)
-        else:
-            self._answer_end(endpoint, opened)
+        endpoint.soon(self._answer_end, endpoint, opened)
 
     def _answer_end(self, endpoint: Endpoint, opened: OpenedWindow) -> None:
         """Answer the owner's WINDOW_CLOSE, after a last look at its memory."""
@@ -349,7 +336,7 @@ class WindowApp:
             return
         window = opened.window
         if window.waits and peer is not None and peer.ended is None:
-            window.node.memory.read(window.lease, 0, window.lease.nbytes)
+            window.lease.read(0, window.lease.nbytes)
         self._report_closed(endpoint, opened)
 
     def _report_closed(self, endpoint: Endpoint, opened: OpenedWindow) -> None:
@@ -357,7 +344,7 @@ class WindowApp:
         del endpoint.opened[opened.number]
         endpoint.closed_windows.append(opened)
         endpoint.core.windows.close(opened.number)
-        endpoint.pump()
+        endpoint.collect()
 
 
 def unpacked(stale: bytes, count: int) -> list[bool]:

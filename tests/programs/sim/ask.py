@@ -14,7 +14,6 @@ from tests.programs.sim.memory import Lease
 
 if TYPE_CHECKING:
     from tests.programs.sim.endpoint import Endpoint
-    from tests.programs.sim.node import Node
 
 
 @dataclass(slots=True, eq=False)
@@ -36,20 +35,11 @@ class Message:
 
 
 @dataclass(slots=True, eq=False)
-class SimRegion:
-    """Registered memory of a node: what the protocol knows of it, and the memory."""
-
-    node: Node
-    core: RegionRecord
-    lease: Lease
-
-
-@dataclass(slots=True, eq=False)
 class Known:
     """A grant, as the side that may use it knows it."""
 
     holder: Endpoint
-    region: SimRegion
+    region: RegionRecord
     row: GrantRow
 
 
@@ -61,7 +51,7 @@ class Aim:
         wrong: What its owner has to refuse it for; "" if it has the right.
     """
 
-    region: SimRegion
+    region: RegionRecord
     generation: Generation
     offset: int
     wrong: str
@@ -69,8 +59,7 @@ class Aim:
     @property
     def current(self) -> bool:
         """Whether the region is still what it was when the grant was made."""
-        core = self.region.core
-        return core.open and core.generation == self.generation
+        return self.region.open and self.region.generation == self.generation
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +97,6 @@ class SimWindow:
         tickets: What was ever offered of it.
     """
 
-    node: Node
     name: str
     lease: Lease
     block_bytes: int
@@ -138,7 +126,7 @@ class SimWindow:
         """Give back the memory of a window that was closed, after its last user."""
         if self.closed and not self.users and not self.freed:
             self.freed = True
-            self.node.memory.free(self.lease)
+            self.lease.free()
 
 
 @dataclass(slots=True, eq=False)

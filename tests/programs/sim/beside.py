@@ -262,7 +262,7 @@ class Beside:
             self.break_half(half, "declined")
         if not half.breaking:
             self._endpoint.core.lanes.answer(half.number, b"")
-            self._pump()
+            self._collect()
 
     def _join(self, half: Half) -> None:
         if self._world.fate.declines():
@@ -271,7 +271,7 @@ class Beside:
             half.up = True
             self._endpoint.core.lanes.ready(half.number)
             self._world.note(self._endpoint.name, "lane", "up")
-            self._pump()
+            self._collect()
 
     def _receive(self, arrival: ChunkArrival, descriptor: int) -> None:
         endpoint = self._endpoint
@@ -312,13 +312,12 @@ class Beside:
         assert endpoint.peer is not None
         load, bay = across.sending[descriptor], half.arriving[descriptor]
         chunk, arrival = load.chunk, bay.arrival
-        memory = endpoint.peer.node.memory
-        data = memory.read(load.lease, chunk.offset, chunk.length)
+        data = load.lease.read(chunk.offset, chunk.length)
         pause_s = 0.0 if bay.begun else world.pause_s()
         if pause_s:
             data = data[: len(data) // 2]
         if bay.lease is not None:
-            endpoint.node.memory.write(bay.lease, arrival.offset, data)
+            bay.lease.write(arrival.offset, data)
         endpoint.end.heard_at = world.now
         if pause_s:
             bay.begun = True
@@ -336,14 +335,14 @@ class Beside:
         endpoint.core.payload_landed(arrival, endpoint.node.clock, intact=True)
         later = half.number > LANES_MAX
         world.note(endpoint.name, "lane", "payload" + later * " of a later lane")
-        self._pump()
+        self._collect()
 
     def sent(self, half: Half, descriptor: int) -> None:
         """A half is through with the memory of a chunk."""
         if not half.gone:
             half.moved_at = self._world.now
             self._endpoint.core.chunk_sent(half.sending.pop(descriptor).chunk)
-            self._pump()
+            self._collect()
 
     def _gone(self, half: Half, reason: str) -> None:
         half.gone = True
@@ -356,14 +355,14 @@ class Beside:
         core.lane_gone(half.number, reason)
         if core.agreement.role is Role.CLIENT and not self._world.calm:
             self._ask_one()  # after the end of the connection nobody hears it
-        self._pump()
+        self._collect()
 
     def _across(self, half: Half) -> Half | None:
         peer = self._endpoint.peer
         return None if peer is None else peer.beside.halves.get(half.number)
 
-    def _pump(self) -> None:
-        self._endpoint.pump()
+    def _collect(self) -> None:
+        self._endpoint.collect()
         self._endpoint.set_timer()
 
 

@@ -1,11 +1,8 @@
-"""One side of a connection: feeds a core, and carries out what it says.
-
-The same steps as in the front, without a loop: control frames first, then chunks while
-the wire has room, then events, then what has drained.
-"""
+"""One side of a connection: a core's harness with a wire that fails and a judge."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +12,7 @@ from kvwire.proto.chunks import Chunk
 from kvwire.proto.connection import ConnectionCore
 from kvwire.proto.events import (
     Ended,
+    Event,
     LaneEvent,
     MemoryWanted,
     MessageArrived,
@@ -30,13 +28,14 @@ from kvwire.proto.records import (
     SegmentRecord,
 )
 from kvwire.types import BufferId, RequestId
-from kvwire.wire.control import HandshakeVerdict, TransportChoice
 from tests.programs.sim import inside
 from tests.programs.sim.ask import Ask, Known, OpenedWindow, Serving, ShownWindow
-from tests.programs.sim.beside import Beside, Half
+from tests.programs.sim.beside import Beside
 from tests.programs.sim.memory import Lease, demand
 from tests.programs.sim.net import End, Frame, Landing
 from tests.programs.sim.plan import Dice
+from tests.support.core_pair.end import CoreEnd
+from tests.support.core_pair.handshakes import choose_first
 
 if TYPE_CHECKING:
     from tests.programs.sim.node import Node
@@ -52,7 +51,7 @@ class Held:
     whole: bool = False
 
 
-class Endpoint:
+class Endpoint(CoreEnd):
     """A core, its end of the wire, and what the application has asked of it.
 
     Attributes:
@@ -120,7 +119,7 @@ class Endpoint:
     def keep(self, ask: Ask, *, numbered: bool = True) -> None:
         """Remember it, and carry out what the core says to it."""
         self.note(ask, numbered=numbered)
-        self.pump()
+        self.collect()
         self.set_timer()
 
     def size(self, dice: Dice) -> int:
@@ -136,16 +135,24 @@ class Endpoint:
         after_s = (0.0, longest_s, 4 * longest_s, 0.3, 2.0)[dice.below(5)]
         return self.node.clock + after_s
 
+    def soon(self, call: Callable[..., None], *arguments: object) -> None:
+        """Let the application do its part, now or late where applications are slow."""
+        delay_s = self._world.afterthought_s()
+        if delay_s:
+            self.node.after(delay_s, self._late, call, arguments)
+        else:
+            call(*arguments)
+
+    def _late(self, call: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        call(*arguments)
+        self.collect()
+        self.set_timer()
+
     # --- the wire ---------------------------------------------------------------------
 
     def header_received(self, frame: Frame) -> Landing | None:
-        try:
-            arrival = self.core.header_received(frame.header)
-            if arrival.place is ChunkPlace.MARKED:
-                self._deal_with_all()
-                arrival = self.core.transfers.marked_place(arrival)
-        except ProtocolError as exc:
-            self._broken(exc)
+        arrival = self.header(frame.header)
+        if arrival is None:
             return None
         if arrival.place is ChunkPlace.BUFFER:
             assert arrival.buffer is not None
@@ -154,7 +161,7 @@ class Endpoint:
             return Landing(arrival, lease, arrival.offset)
         if arrival.place is ChunkPlace.HOLD:
             assert arrival.buffer is not None
-            lease = self.node.memory.lend(frame.length, readable=False, writable=True)
+            lease = self.node.memory(frame.length, writable=True)
             self.held[arrival.buffer] = Held(lease, frame.serial)
             return Landing(arrival, lease, 0)
         whole = arrival.place is ChunkPlace.WHOLE
@@ -164,57 +171,47 @@ class Endpoint:
     def body_received(
         self, frame: Frame, landing: Landing, data: bytes, *, intact: bool
     ) -> bool:
-        core, arrival = self.core, landing.arrival
+        arrival, ignores = landing.arrival, self.core.closed
         assert isinstance(arrival, ChunkArrival)
-        ignores = core.closed
         self._world.judge.landed(self, frame, arrival, data, intact=intact)
-        try:
-            if arrival.place is ChunkPlace.CONTROL:
-                core.body_received(arrival, self.node.clock, body=data)
-            else:
-                if arrival.place is ChunkPlace.HOLD:
-                    self._held_landed(arrival, intact=intact)
-                self._serial = frame.serial
-                self.passing = False
-                # Only for WHOLE is it looked at.
-                now = self.node.clock
-                core.body_received(arrival, now, body=data, intact=intact)
-        except ProtocolError as exc:
-            self._broken(exc)
-            return False
-        self.pump()
-        return not ignores
+        if arrival.place is ChunkPlace.HOLD:
+            self._held_landed(arrival, intact=intact)
+        if arrival.place is not ChunkPlace.CONTROL:
+            self._serial = frame.serial
+            self.passing = False
+        kept_a_rule = self.land(arrival, data, self.node.clock, intact=intact)
+        return kept_a_rule and not ignores
 
     def _held_landed(self, arrival: ChunkArrival, *, intact: bool) -> None:
         assert arrival.buffer is not None
         self.held[arrival.buffer].whole = True
         if not intact:
             # Whoever receives it gets an error; the bytes are of no use to anybody.
-            self.node.memory.free(self.held.pop(arrival.buffer).lease)
+            self.held.pop(arrival.buffer).lease.free()
 
     def frame_sent(self, chunk: Chunk) -> None:
         self.core.chunk_sent(chunk)
-        self.pump()
+        self.collect()
 
     def _kept(self, event: MessageKept) -> None:
         """Its receive ended while it arrived."""
-        memory, data = self.node.memory, bytes(event.body)
-        lease = memory.lend(len(data), readable=False, writable=True)
-        memory.store(lease, 0, data)
+        data = bytes(event.body)
+        lease = self.node.memory(len(data), writable=True)
+        lease.store(0, data)
         self.held[event.buffer] = Held(lease, self._serial, whole=True)
 
     def link_writable(self) -> None:
-        self.pump()
+        self.collect()
 
     def link_closed(self, error: ConnectionLost | None) -> None:
         self._world.note(self.name, "link closed", str(error or ""))
         self.down = True
         self.core.link_lost(error)
         self.beside.break_all()
-        self.pump()
+        self.collect()
         for buffer, held in list(self.held.items()):
             if not held.whole:
-                self.node.memory.free(self.held.pop(buffer).lease)
+                self.held.pop(buffer).lease.free()
 
     def vanish(self) -> None:
         self.beside.vanish()
@@ -222,41 +219,27 @@ class Endpoint:
 
     # --- carrying out -----------------------------------------------------------------
 
-    def pump(self) -> None:
-        """Carry out everything the core has to say now."""
-        core, end, outbox = self.core, self.end, self.core.outbox
-        while True:
-            self._send_frames()
-            while end.queued_bytes < self._queue_bytes:
-                lane = self.beside.pick()
-                chunk = core.next_chunk(self.beside.span if lane else None)
-                if chunk is None:
-                    demand(not core.sending, "progress", "sending, and has no chunk")
-                    break
-                self._send_chunk(chunk, lane)
-            if not outbox.events:
-                break
-            self._deal_with_all()
-        self.node.collect()
+    def collect(self) -> None:
+        super().collect()
         inside.check(self)
+
+    def drained(self, buffer: BufferId) -> None:
+        self.node.drained(buffer)
 
     def send_together(self, wire_id: RequestId, data: bytes) -> None:
         """Answer a small get from a window by all of its bytes."""
         if self.core.outbox.shut:
             return
-        self._send_frames()
+        self.send_frames()
         check = 0 if self._checked else None
         header = self.core.windows.data_frame(wire_id, len(data), check)
         frame = Frame(header, data)
         frame.payload = True
         self.end.send(frame)
 
-    def _send_frames(self) -> None:
-        frames = self.core.outbox.frames
-        while frames:
-            demand(self.ended is None, "closed", "a frame after the end")
-            header, body = frames.popleft()
-            self.end.send(Frame(header, bytes(body)))
+    def send_frame(self, header: bytes, body: bytes) -> None:
+        demand(self.ended is None, "closed", "a frame after the end")
+        self.end.send(Frame(header, body))
 
     def set_timer(self) -> None:
         """Be woken when the core wants to look at the clock."""
@@ -279,20 +262,28 @@ class Endpoint:
             self._seen_bytes = self.end.received_bytes
             core.liveness.note_received(now)
         core.tick(now)
-        self.pump()
+        self.collect()
         if not core.closed:
             demand(core.next_tick > now, "timer", "the next tick is in the past")
             self._world.judge.truth.no_deadline_passed(self, now)
             self._world.judge.truth.no_silence(self)
         self.set_timer()
 
-    def _send_chunk(self, chunk: Chunk, lane: Half | None) -> None:
+    def send_chunk(self) -> bool:
+        if self.end.queued_bytes >= self._queue_bytes:
+            return False
+        lane = self.beside.pick()
+        chunk = self.core.next_chunk(self.beside.span if lane else None)
+        if chunk is None:
+            demand(not self.core.sending, "progress", "sending, and has no chunk")
+            return False
         self._world.judge.leaves(self, chunk)
         check = 0 if self._checked else None
-        if lane is not None and not chunk.carries_mark:
+        if lane is None or chunk.carries_mark:
+            self._send_payload(chunk, self.core.chunk_header(chunk, check))
+        else:
             self.end.send(self.beside.send(lane, chunk, check))
-            return
-        self._send_payload(chunk, self.core.chunk_header(chunk, check))
+        return True
 
     def leaves(self, segment: SegmentRecord, buffer: BufferId) -> bool:
         """Send a segment at once that was just marked, if nothing goes before it."""
@@ -324,13 +315,7 @@ class Endpoint:
             "more payload was handed to the link than it had room for",
         )
 
-    def _deal_with_all(self) -> None:
-        events = self.core.outbox.events.copy()
-        self.core.outbox.events.clear()
-        for event in events:
-            self._deal_with(event)
-
-    def _deal_with(self, event: object) -> None:
+    def deal_with(self, event: Event) -> None:
         judge = self._world.judge
         if isinstance(event, RequestDone):
             judge.completed(self, event)
@@ -340,7 +325,7 @@ class Endpoint:
             self._kept(event)
         elif isinstance(event, MemoryWanted):
             judge.wanted(self, event)
-            self._world.provide(self, event)
+            self.soon(self.node.app.messages.provide, self, event)
         elif isinstance(event, Ended):
             judge.truth.ends(self, event)
             self.ended = event
@@ -357,15 +342,14 @@ class Endpoint:
         else:
             self.node.app.kv.event(self, event)
 
-    def _broken(self, error: ProtocolError) -> None:
+    def broke(self, error: ProtocolError) -> None:
         self._world.note(self.name, "refuses a frame", str(error))
         demand(
             self.end.into.tampered,
             "accused",
             f"{self.name} accuses an honest peer: {error}",
         )
-        self.core.fail(error)
-        self.pump()
+        super().broke(error)
 
 
 class Opening:
@@ -404,12 +388,7 @@ class Opening:
         try:
             handshake.body_received(data)
             if isinstance(handshake, ServerHandshake) and handshake.offer is not None:
-                # With other words there would be other bytes for faults to change.
-                (offered,) = handshake.offer.backends
-                taken = HandshakeVerdict(offered.name, True, "the only one")
-                handshake.choose(
-                    TransportChoice(name=self._node.name, verdicts=(taken,), profile=())
-                )
+                choose_first(handshake)
         except (HandshakeError, ProtocolError) as exc:
             self._failed(exc)
             return False
@@ -444,7 +423,7 @@ class Opening:
         end.handler = endpoint
         self._world.agreed(endpoint)
         endpoint.beside.ask()
-        endpoint.pump()
+        endpoint.collect()
 
     def _flush(self) -> None:
         for header, body in self._handshake.outgoing:

@@ -277,7 +277,7 @@ class KVJudge:
             return
         demand(part.covered == part.nbytes, "completion", "a segment with holes landed")
         assert part.lease is not None
-        data = ask.endpoint.node.memory.load(part.lease, 0, part.nbytes)
+        data = part.lease.load(0, part.nbytes)
         right = content(part.nbytes, part.serial)
         demand(data == right, "content", "a segment has other bytes than were marked")
 
@@ -501,25 +501,25 @@ class Judge:
     def _failed(self, ask: Ask, event: RequestDone) -> None:
         """A receive without a buffer that fails for its limit refuses the message."""
         if event.held is not None:
-            ask.endpoint.node.memory.free(ask.endpoint.held.pop(event.held).lease)
+            ask.endpoint.held.pop(event.held).lease.free()
         if isinstance(event.error, MessageTooLarge) and ask.kind is RequestKind.RECV:
             _mailbox(ask).refused += ask.buffer is None
 
     def _check_received(self, ask: Ask, event: RequestDone) -> None:
-        endpoint, memory = ask.endpoint, ask.endpoint.node.memory
+        endpoint = ask.endpoint
         if event.held is not None:
             held = endpoint.held.pop(event.held)
             message = self._eager[held.serial]
             demand(held.whole, "completion", "a receive ends before its message is in")
-            data = memory.load(held.lease, 0, event.nbytes)
+            data = held.lease.load(0, event.nbytes)
             if ask.lease is not None:
-                memory.store(ask.lease, 0, data)
-            memory.free(held.lease)
+                ask.lease.store(0, data)
+            held.lease.free()
         elif ask.message is not None:
             message = ask.message
             demand(message.landed, "completion", "a receive ends before its message")
             assert ask.lease is not None
-            data = memory.load(ask.lease, 0, event.nbytes)
+            data = ask.lease.load(0, event.nbytes)
         else:
             sender = _asked(endpoint, ask.core)
             assert sender.message is not None
@@ -530,7 +530,7 @@ class Judge:
                 "a receive ends before all bytes are in",
             )
             lease = ask.lease
-            data = memory.load(lease, 0, event.nbytes) if lease else b""
+            data = lease.load(0, event.nbytes) if lease else b""
         self._check_message(ask, message, data)
 
     def passed_on(self, event: MessageArrived, data: bytes, serial: int) -> None:
@@ -617,7 +617,7 @@ def _check_one_sided(ask: Ask) -> None:
     )
     if ask.kind is RequestKind.GET:
         assert ask.lease is not None
-        data = ask.endpoint.node.memory.load(ask.lease, 0, ask.nbytes)
+        data = ask.lease.load(0, ask.nbytes)
         demand(data == ask.read, "content", "a get has other bytes than were read")
 
 

@@ -56,7 +56,7 @@ class WindowJudge:
             if answer.sent:
                 demand(ask.covered == ask.nbytes or ask.core.damaged, *_EARLY)
                 assert ask.lease is not None
-                data = ask.endpoint.node.memory.load(ask.lease, 0, ask.nbytes)
+                data = ask.lease.load(0, ask.nbytes)
                 demand(ask.core.damaged or data == ask.read, "content", "other bytes")
             else:
                 demand(any(stale), "untrue", "nothing is sent, for no reason")

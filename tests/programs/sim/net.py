@@ -321,14 +321,12 @@ class Lane:
             data = frame.body
         else:
             assert frame.lease is not None
-            memory = self.source.node.memory
-            data = memory.read(frame.lease, frame.offset, frame.length)
+            data = frame.lease.read(frame.offset, frame.length)
         return data if frame.flip < 0 else flipped(data, frame.flip)
 
     def _write(self, frame: Frame, landing: Landing, skip: int, data: bytes) -> None:
         if landing.lease is not None:
-            memory = self.target.node.memory
-            memory.write(landing.lease, landing.offset + skip, data[skip:])
+            landing.lease.write(landing.offset + skip, data[skip:])
 
     def _complete(self, chunk: Chunk) -> None:
         delay_s = self._world.completion_delay_s()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvwire.proto.holds import Holds
 from kvwire.proto.regions import RegionTable
 from kvwire.types import BufferId
-from tests.programs.sim.memory import Lease, Memory, demand
+from tests.programs.sim.memory import Lease, demand
 from tests.support.core_pair.handshakes import identity
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Node:
         index: Its place; whoever is started after a crash has the same.
         incarnation: How many were in this place before it.
         holds, regions: Shared by its connections, as in a communicator.
+        leases: All the memory that links could ever touch.
         stalled_until: It does nothing before; what is due happens then.
         was_late: Its clock or loop has been late, so that it may be late in its turn.
     """
@@ -40,7 +41,7 @@ class Node:
     def __init__(self, world: World, index: int, incarnation: int) -> None:
         self.index = index
         self.name = f"{'ABC'[index]}{incarnation}"
-        self.memory = Memory()
+        self.leases: list[Lease] = []
         self.holds = Holds()
         self.regions = RegionTable()
         self.endpoints: list[Endpoint] = []
@@ -97,12 +98,19 @@ class Node:
 
     # --- memory -----------------------------------------------------------------------
 
+    def memory(
+        self, nbytes: int, *, readable: bool = False, writable: bool = False
+    ) -> Lease:
+        """Memory that links may touch as said, until it is over."""
+        self.leases.append(Lease(nbytes, readable=readable, writable=writable))
+        return self.leases[-1]
+
     def lend(
         self, nbytes: int, *, readable: bool = False, writable: bool = False
     ) -> tuple[BufferId, Lease]:
         """Lend memory to the core, under a number."""
         buffer = self.holds.new()
-        lease = self.memory.lend(nbytes, readable=readable, writable=writable)
+        lease = self.memory(nbytes, readable=readable, writable=writable)
         self._leases[buffer] = lease
         return buffer, lease
 
@@ -111,8 +119,7 @@ class Node:
     ) -> BufferId:
         """Lend the core a part of memory that stays; it is called when it drains."""
         buffer = self.holds.new()
-        begin = lease.start + offset
-        self._leases[buffer] = Lease(lease.number, begin, nbytes, 0)
+        self._leases[buffer] = lease.part(offset, nbytes)
         self._shares[buffer] = drained
         return buffer
 
@@ -124,16 +131,19 @@ class Node:
         return lease
 
     def collect(self) -> None:
-        """Take back what has drained; it is used for something else at once."""
-        # The core drains buffers of a dead link in no particular order.
-        for buffer in sorted(self.holds.drained):
-            lease = self._leases.pop(buffer, None)
-            drained = self._shares.pop(buffer, None)
-            if drained is not None:
-                drained()
-            elif lease is not None:
-                self.memory.free(lease)
+        """Take back what has drained."""
+        for buffer in self.holds.drained:
+            self.drained(buffer)
         self.holds.drained.clear()
+
+    def drained(self, buffer: BufferId) -> None:
+        """From now on nobody may touch this memory."""
+        lease = self._leases.pop(buffer, None)
+        drained = self._shares.pop(buffer, None)
+        if drained is not None:
+            drained()
+        elif lease is not None:
+            lease.free()
 
     @property
     def lent(self) -> list[BufferId]:

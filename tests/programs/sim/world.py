@@ -12,7 +12,6 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from kvwire.proto.events import MemoryWanted
 from kvwire_certify.oracle import Wrong
 from tests.programs.sim import inside
 from tests.programs.sim.app import App
@@ -211,18 +210,6 @@ class World:
             "both sides agreed, on different things",
         )
 
-    def provide(self, endpoint: Endpoint, event: MemoryWanted) -> None:
-        """Let the application give memory, at once or a little later."""
-        delay_s = self.afterthought_s()
-        if delay_s:
-            endpoint.node.after(delay_s, self._provide_late, endpoint, event)
-        else:
-            endpoint.node.app.messages.provide(endpoint, event)
-
-    def _provide_late(self, endpoint: Endpoint, event: MemoryWanted) -> None:
-        endpoint.node.app.messages.provide(endpoint, event)
-        endpoint.pump()
-
     def _act(self, step: Step) -> None:
         if step.verb in FAULTS and step.verb is not Verb.STORM:
             self._faults.strike(step)
@@ -259,7 +246,7 @@ class World:
                     demand(not left, "completion", "a message cannot be received")
             held = sum(len(endpoint.held) for endpoint in node.endpoints)
             demand(
-                node.memory.leases == held and not node.lent,
+                sum(not one.over for one in node.leases) == held and not node.lent,
                 "drained",
                 f"{node.name}: memory never drained, buffers {node.lent}",
             )

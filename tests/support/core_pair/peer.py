@@ -41,6 +41,7 @@ from kvwire.types import Access, BufferId, RequestId, Role
 from kvwire.wire.control import AccessBody, Body, encode_body
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import Flag
+from tests.support.core_pair.end import CoreEnd
 from tests.support.core_pair.handshakes import (
     Frame,
     Inlet,
@@ -53,7 +54,7 @@ from tests.support.core_pair.handshakes import (
 _CHECKED: Final = int(Flag.CHECKED)
 
 
-class Peer:
+class Peer(CoreEnd):
     """One end of a :class:`ConnectionPair`.
 
     Attributes:
@@ -305,18 +306,6 @@ class Peer:
         if arrival is not None:
             self.body(arrival, body)
 
-    def header(self, raw: bytes) -> ChunkArrival | None:
-        """A header has come; None if it broke a rule."""
-        try:
-            arrival = self.core.header_received(raw)
-            if arrival.place is ChunkPlace.MARKED:
-                self._deal_with_all()
-                arrival = self.core.transfers.marked_place(arrival)
-            return arrival
-        except ProtocolError as exc:
-            self._broke(exc)
-            return None
-
     def body(self, arrival: ChunkArrival, body: bytes) -> None:
         """All that follows a header has come."""
         assert len(body) == arrival.length, "a frame that is not whole"
@@ -330,11 +319,7 @@ class Peer:
             memory[arrival.offset : arrival.offset + len(body)] = body
         if arrival.place is not ChunkPlace.CONTROL and header.flags & _CHECKED:
             intact = checksum(memoryview(body)) == header.payload_check
-        try:
-            self.core.body_received(arrival, self.now, body=body, intact=intact)
-        except ProtocolError as exc:
-            self._broke(exc)
-        self.collect()
+        self.land(arrival, body, self.now, intact=intact)
 
     def complete(self) -> None:
         """The wire is through with the oldest chunk it still has."""
@@ -356,21 +341,52 @@ class Peer:
         assert core.closed or core.next_tick > self.now, "a timer in the past"
         self.collect()
 
-    def collect(self) -> None:
-        """Take what the core has to say: frames, then chunks, then events."""
+    # --- what a harness asks for ------------------------------------------------------
+
+    def send_frame(self, header: bytes, body: bytes) -> None:
+        self.wire.append((header, body))
+
+    def send_chunk(self) -> bool:
         core = self.core
-        while True:
-            self._take_frames()
-            chunk = None if self.stalled else core.next_chunk(lambda _: self.span(self))
-            if chunk is not None:
-                self._send(chunk)
-            elif core.outbox.events:
-                self._deal_with_all()
-            else:
-                break
-        for buffer in core.holds.drained:
-            self.freed[buffer] = bytes(self.memory.pop(buffer, b""))
-        core.holds.drained.clear()
+        chunk = None if self.stalled else core.next_chunk(lambda _: self.span(self))
+        if chunk is None:
+            return False
+        end = chunk.offset + chunk.length
+        body = bytes(self.memory[chunk.buffer][chunk.offset : end])
+        assert len(body) == chunk.length, "beyond the buffer"
+        check = checksum(memoryview(body))
+        if frame := self.aside(self, chunk, check):
+            self.wire.append(frame)
+            return True
+        self.wire.append((core.chunk_header(chunk, check), body))
+        self._leaving.append(chunk)
+        if not self.slow:
+            core.chunk_sent(self._leaving.popleft())
+        return True
+
+    def deal_with(self, event: events.Event) -> None:
+        self.events.append(event)
+        if isinstance(event, events.MemoryWanted) and event.request.on_device:
+            self.wanted.append(event)
+        elif isinstance(event, events.MemoryWanted):
+            self.core.messages.provide(event.request, self.lend(event.nbytes))
+        elif isinstance(event, events.MessageKept):
+            self.memory[event.buffer] = bytearray(event.body)
+        elif isinstance(event, events.MessageDropped):
+            self.memory.pop(event.buffer, None)  # or it is among the freed
+        elif isinstance(event, events.SegmentMarked) and self.place is not None:
+            self.place(event.segment)
+        elif isinstance(event, events.RequestDone):
+            self._note(event)
+        elif isinstance(event, events.LaneEvent):
+            self.on_lane(self, event)
+
+    def drained(self, buffer: BufferId) -> None:
+        self.freed[buffer] = bytes(self.memory.pop(buffer, b""))
+
+    def broke(self, error: ProtocolError) -> None:
+        self.broken = error
+        super().broke(error)
 
     # --- inside -----------------------------------------------------------------------
 
@@ -395,48 +411,6 @@ class Peer:
         finally:
             self.collect()
 
-    def _take_frames(self) -> None:
-        while self.core.outbox.frames:
-            header, body = self.core.outbox.frames.popleft()
-            self.wire.append((header, bytes(body)))
-
-    def _send(self, chunk: Chunk) -> None:
-        end = chunk.offset + chunk.length
-        body = bytes(self.memory[chunk.buffer][chunk.offset : end])
-        assert len(body) == chunk.length, "beyond the buffer"
-        check = checksum(memoryview(body))
-        frame = self.aside(self, chunk, check)
-        if frame is not None:
-            self.wire.append(frame)
-            return
-        self.wire.append((self.core.chunk_header(chunk, check), body))
-        self._leaving.append(chunk)
-        if not self.slow:
-            self.core.chunk_sent(self._leaving.popleft())
-
-    def _deal_with_all(self) -> None:
-        told = self.core.outbox.events.copy()
-        self.core.outbox.events.clear()
-        for event in told:
-            self._deal_with(event)
-
-    def _deal_with(self, event: events.Event) -> None:
-        self.events.append(event)
-        if isinstance(event, events.MemoryWanted) and event.request.on_device:
-            self.wanted.append(event)
-        elif isinstance(event, events.MemoryWanted):
-            self.core.messages.provide(event.request, self.lend(event.nbytes))
-        elif isinstance(event, events.MessageKept):
-            self.memory[event.buffer] = bytearray(event.body)
-        elif isinstance(event, events.MessageDropped):
-            self.memory.pop(event.buffer, None)  # or it is among the freed
-        elif isinstance(event, events.SegmentMarked) and self.place is not None:
-            self.place(event.segment)
-        elif isinstance(event, events.RequestDone):
-            self._note(event)
-        elif isinstance(event, events.LaneEvent):
-            self.on_lane(self, event)
-
     def _note(self, event: events.RequestDone) -> None:
         request = event.request
         assert request not in self.done, "a request with two completions"
@@ -449,11 +423,6 @@ class Peer:
 
     def _place(self, segment: SegmentRecord) -> None:
         self.core.transfers.place(segment, self.lend(segment.nbytes))
-
-    def _broke(self, error: ProtocolError) -> None:
-        self.broken = error
-        self.core.fail(error)
-        self.collect()
 
 
 def _on_the_wire(peer: Peer, chunk: Chunk, check: int) -> Frame | None:
