@@ -19,9 +19,6 @@ register()  # again
 NAME = "KVWIRE"
 through_kvwire = ray.method(tensor_transport=NAME)
 on_system_thread = ray.method(concurrency_group="_ray_system")
-with_retry = ray.method(
-    tensor_transport=NAME, max_task_retries=1, retry_exceptions=[ValueError]
-)
 
 
 def store() -> Any:
@@ -43,19 +40,11 @@ class Worker:
 
     def __init__(self) -> None:
         self.made: Any = None
-        self.attempts = 0
 
     @through_kvwire  # type: ignore[untyped-decorator]
     def make(self, what: Any) -> Any:
         self.made = what
         return what
-
-    @with_retry  # type: ignore[untyped-decorator]
-    def make_after(self, failures: int) -> Any:
-        self.attempts += 1
-        if self.attempts <= failures:
-            raise ValueError(f"attempt {self.attempts}")
-        return torch.arange(3)
 
     def back(self, what: Any) -> Any:
         return what
@@ -66,22 +55,12 @@ class Worker:
     def double(self, what: Any) -> Any:
         return doubled(what)
 
-    def add(self, one: Any, other: Any) -> Any:
-        return one + other
-
-    def increment(self, what: Any) -> Any:
-        what += 1
-        return what
-
-    def fail(self) -> None:
-        raise ValueError("not today")
-
     def put(self, each: list[Any]) -> list[Any]:
         register()
         return [ray.put(one, _tensor_transport=NAME) for one in each]
 
-    def get(self, refs: list[Any], **options: Any) -> list[Any]:
-        return [ray.get(one, **options) for one in refs]
+    def get(self, refs: list[Any]) -> list[Any]:
+        return [ray.get(one) for one in refs]
 
     def get_into(self, refs: list[Any], targets: list[Any]) -> Any:
         ray.experimental.set_target_for_ref(refs[0], targets)

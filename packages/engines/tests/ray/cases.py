@@ -29,7 +29,6 @@ from packages.engines.tests.ray.actors import (
     gate,
     made,
     raises,
-    store,
 )
 
 until = partial(wait_for_condition, timeout=30)
@@ -131,42 +130,11 @@ def arrives(values: list[Any], a: Any, b: Any) -> None:
 
 CASES |= {name: partial(arrives, values) for name, values in ARRIVES.items()}
 
-# Who is given one object: those of a line at once.
-GIVEN: dict[str, list[str]] = {
-    "gc_rdt_object": ["b.double b.double"],
-    "gc_intra_actor_rdt_object": ["a.double", "a.double"],
-    "gc_pass_ref_to_same_and_different_actors": ["a.double b.double"],
-    "send_same_ref_to_same_actor_task_multiple_times": ["b.add"],
-    "send_same_ref_multiple_times_intra_actor": ["a.add"],
-    "send_same_ref_to_same_actor_multiple_times": ["a.double"] * 2 + ["b.double"] * 2,
-    "duplicate_objectref_transfer": ["b.increment b.increment"],
-}
-# How often it is an argument, and what is made of it.
-CALLS = {"double": (1, ONE * 2), "add": (2, ONE * 2), "increment": (1, ONE + 1)}
-
-
-def given(lines: list[str], a: Any, b: Any) -> None:
-    ref, workers = a.make.remote(ONE), {"a": a, "b": b}
-    for line in lines:
-        calls = [call.split(".") for call in line.split()]
-        refs = [
-            getattr(workers[who], what).remote(*[ref] * CALLS[what][0])
-            for who, what in calls
-        ]
-        same(ray.get(refs), [CALLS[what][1] for _, what in calls])
-
-
-CASES |= {name: partial(given, lines) for name, lines in GIVEN.items()}
-
 
 @case
-def gc_rdt_metadata(a: Any, b: Any) -> None:
-    ref = a.make.remote(torch.randn(100, 100))
-    name = ref.hex()
-    assert store().is_managed_object(name)
-    ray.get(b.take.remote(ref))
-    del ref
-    until(lambda: not store().is_managed_object(name))
+def gc_pass_ref_to_same_and_different_actors(a: Any, b: Any) -> None:
+    ref = a.make.remote(ONE)
+    same(ray.get([one.double.remote(ref) for one in (a, b, b)]), [ONE * 2] * 3)
 
 
 @case
@@ -182,15 +150,6 @@ def out_of_order_actors(*_: Any) -> None:
 
 
 @case
-def dynamic_tensor_transport_via_options(a: Any, b: Any) -> None:
-    ref = a.back.options(tensor_transport=NAME).remote(ONE)
-    assert ref.tensor_transport() == NAME
-    same(ray.get(b.double.remote(ref)), ONE * 2)
-    call = gate().enter.options(tensor_transport=NAME)
-    assert "enable_tensor_transport=True" in raises(ValueError, call.remote)
-
-
-@case
 def p2p_blocking(_: Any, b: Any) -> None:
     a, here = actor(), gate()
     refs = [a.make.remote(ONE), a.back.options(tensor_transport=NAME).remote(ONE)]
@@ -203,33 +162,19 @@ def p2p_blocking(_: Any, b: Any) -> None:
 
 # --- Ray's: put, get and targets ------------------------------------------------------
 
-STORED = {"_use_object_store": True}
-# What the driver gets of what an actor has made, and how.
-GOT: dict[str, tuple[list[Any], dict[str, bool]]] = {
-    "fetch_rdt_object_to_driver": ([ONE, [ONE, ONE], [ONE, ONE, 7]], STORED),
-    "ray_get_rdt_ref_created_by_actor_task": ([ONE] * 3, {}),
-    "nixl_owner_gets_from_launched_task": ([torch.randn(100, 100)], {}),
-}
 # What one actor puts and another one gets.
-THREE = [torch.arange(size) for size in (3, 4, 5)]
 ROWS = list(torch.arange(9).reshape(3, 3))
-PUT: dict[str, tuple[list[Any], dict[str, bool]]] = {
-    "put_and_get_object_with_nixl": (THREE, {}),
-    "put_and_get_object_with_object_store": (THREE, STORED),
-    "shared_tensor_deduplication": ([ROWS[:2], ROWS[1:]], {}),
+PUT: dict[str, list[Any]] = {
+    "put_and_get_object_with_nixl": [torch.arange(size) for size in (3, 4, 5)],
+    "shared_tensor_deduplication": [ROWS[:2], ROWS[1:]],
 }
 
 
-def got(values: list[Any], options: dict[str, bool], a: Any, _: Any) -> None:
-    same(ray.get([a.make.remote(value) for value in values], **options), values)
+def put(values: list[Any], a: Any, b: Any) -> None:
+    same(ray.get(b.get.remote(ray.get(a.put.remote(values)))), values)
 
 
-def put(values: list[Any], options: dict[str, bool], a: Any, b: Any) -> None:
-    same(ray.get(b.get.remote(ray.get(a.put.remote(values)), **options)), values)
-
-
-CASES |= {name: partial(got, *how) for name, how in GOT.items()}
-CASES |= {name: partial(put, *how) for name, how in PUT.items()}
+CASES |= {name: partial(put, values) for name, values in PUT.items()}
 
 
 @case
@@ -275,43 +220,12 @@ def works(a: Any, b: Any) -> None:
 
 
 @case
-def app_error_inter_actor(a: Any, b: Any) -> None:
-    ref = a.fail.options(tensor_transport=NAME).remote()
-    assert "not today" in raises(Exception, ray.get, b.double.remote(ref))
-    works(a, b)
-
-
-@case
-def rdt_retry_then_succeeds(_: Any, b: Any) -> None:
-    a = actor()
-    ref = a.make_after.remote(1)
-    same(ray.get(b.back.remote(ref)), torch.arange(3))
-    assert ray.get(a.held.remote()) == (1, 1)
-
-
-@case
-def rdt_retries_exhausted_raises(_: Any, b: Any) -> None:
-    ref = actor().make_after.remote(2)
-    assert "attempt 2" in raises(Exception, ray.get, b.back.remote(ref))
-
-
-@case
 def send_fails(_: Any, b: Any) -> None:
     """What Ray has forgotten is still offered: it comes, and nobody dies."""
     a = actor()
     ref = a.make.remote(ONE)
     ray.get(a.lose.remote())
     same(ray.get(b.double.remote(ref)), ONE * 2)
-
-
-@case
-def send_actor_dies_before_creating(_: Any, b: Any) -> None:
-    a = actor()
-    a.block.remote(gate())
-    got = b.back.remote(a.make.remote(ONE))
-    ray.kill(a)
-    raises(ActorDiedError, ray.get, got)
-    works(actor(), b)
 
 
 @case

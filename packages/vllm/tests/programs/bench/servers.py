@@ -71,8 +71,6 @@ class Contender:
     environment: dict[str, str] = field(default_factory=dict)
     # Both engines are asked together.
     at_once: bool = False
-    # For vLLM.
-    arguments: tuple[str, ...] = ()
     # Its threads wait actively, and take their turn on the cores of other engines.
     spins: bool = False
 
@@ -92,22 +90,19 @@ def server(
     core: int,
     model: Path,
     folder: Path,
-    tokens: int | None = None,
+    tokens: int,
 ) -> Engine:
-    """An engine, not started; with a cache of so many tokens, or as many as fit."""
+    """An engine, not started, with a cache of so many tokens."""
     port, kv = free_port(), free_port()
     bound = ("taskset", "-c", str(_core(core)))
     environment = _ONE_PROCESS | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(kv)}
     name, transfer = "off", None
-    more: tuple[str, ...] = ()
     if contender is not None:
-        name, more = f"{contender.servers}-{role}", contender.arguments
+        name = f"{contender.servers}-{role}"
         connector = contender.connector(role, f"127.0.0.1:{kv}")
         # What fails is an error, as vLLM has it by default.
         transfer = {**connector, "kv_role": role, "kv_load_failure_policy": "fail"}
         environment |= contender.environment
-    if tokens is not None:
-        more = ("--num-gpu-blocks-override", str(tokens // _BLOCK_TOKENS))
     made = serving.server(
         model,
         folder / f"{model.name}-{name}.log",
@@ -116,7 +111,8 @@ def server(
         *("--max-model-len", str(MOST_TOKENS)),
         *("--max-num-batched-tokens", str(CHUNK_TOKENS)),
         *("--dtype", "bfloat16", "--load-format", "dummy"),
-        *("--no-enable-prefix-caching", *_ONE_RANK, *more),
+        *("--no-enable-prefix-caching", *_ONE_RANK),
+        *("--num-gpu-blocks-override", str(tokens // _BLOCK_TOKENS)),
         prefix=bound,
         **environment,
     )
