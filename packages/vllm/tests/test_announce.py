@@ -71,13 +71,6 @@ async def test_a_worker_announces_itself_until_it_is_closed(
         await directory.close()
 
 
-def key(folder: Path) -> str:
-    file = folder / "key"
-    file.touch(0o600)
-    file.write_text("ab" * 32)
-    return str(file)
-
-
 @pytest.mark.parametrize(
     ("text", "read"),
     [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,9 +29,7 @@ with warnings.catch_warnings():
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.distributed.utils import get_pp_indices
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-    from vllm.utils.hashing import sha256_cbor
     from vllm.v1.core import single_type_kv_cache_manager as managers
-    from vllm.v1.core.kv_cache_utils import hash_block_tokens, init_none_hash
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         MLAAttentionSpec,
@@ -43,7 +40,6 @@ with warnings.catch_warnings():
 
     from kvwire.config import Config
     from kvwire.errors import UsageError
-    from kvwire_vllm.block_names import vllm_block_hashes
     from kvwire_vllm.caches import (
         CacheShape,
         cache_shapes,
@@ -266,26 +262,6 @@ def test_stages_are_cut_as_vllm_cuts_them() -> None:
         for stages in range(1, min(layers, 8) + 1):
             want = [range(*get_pp_indices(layers, at, stages)) for at in range(stages)]
             assert stage_layers(layers, stages) == want
-
-
-@pytest.mark.parametrize("size", [1, 16, 32, 300])
-def test_blocks_have_the_names_of_vllm(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chance = random.Random(size)
-    for seed in (None, "a" * 40):
-        monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-        if seed:
-            monkeypatch.setenv("PYTHONHASHSEED", seed)
-        init_none_hash(sha256_cbor)
-        tokens = [chance.randrange(2 ** chance.randrange(1, 31)) for _ in range(700)]
-        want: list[bytes] = []
-        for start in range(0, len(tokens) - size + 1, size):
-            block = tokens[start : start + size]
-            last = want[-1] if want else None
-            want.append(hash_block_tokens(sha256_cbor, last, block))
-        more = {"seed": seed} if seed else {}
-        assert vllm_block_hashes(tokens, size, **more) == want
 
 
 def test_the_orders_of_the_tests_are_those_of_vllm() -> None:

@@ -252,9 +252,8 @@ async def test_a_fleet_follows_a_directory(
 ) -> None:
     """Engines come, say something new and go; what is no engine is passed over."""
     directory = open_directory(f"file:{tmp_path}?interval_s=0.01")
-    fleet, woken = EngineFleet(), asyncio.Event()
+    fleet = EngineFleet()
     discovery = Discovery(open_directory(str(directory.url.geturl())), fleet, HERE)
-    discovery.wake = woken.set
     watching = asyncio.create_task(discovery.watch())
     forged = record(1, DECODE, "2" * 32, labels={"http": "http://10.0.0.1:1"})
     store = Record(name="s", address="tcp://127.0.0.1:3", incarnation="3" * 32)
@@ -262,7 +261,7 @@ async def test_a_fleet_follows_a_directory(
         await directory.announce(store)
         await directory.announce(forged)
         await directory.announce(record(1, DECODE, "1" * 32))
-        await woken.wait()
+        await fleet.news.wait()
         await until(lambda: discovery.ignored == 1)
         assert [engine.url for engine in fleet.engines] == ["http://127.0.0.1:1"]
         assert "10.0.0.1" in caplog.text

@@ -10,7 +10,6 @@ import pytest
 
 from kvwire.errors import UsageError
 from kvwire_store.weights import weights_name
-from kvwire_vllm.block_names import vllm_block_hashes
 from kvwire_vllm.identity import (
     block_order,
     draft_name,
@@ -169,15 +168,3 @@ def _portable(changes: dict[str, Any]) -> Any:
         parallel_config=SimpleNamespace(tensor_parallel_size=changes.get("ranks", 1)),
         load_config=DUMMY,
     )
-
-
-def test_the_names_of_vllm() -> None:
-    """As vLLM 0.32 makes them; test_connector.py asks vLLM itself where it is."""
-    tokens = [5, 300, 70_000, 2**31 - 1, 1]
-    assert [one.hex() for one in vllm_block_hashes(tokens, 2)] == [
-        "cb2d5c7abc5566b2424a0714d5db7e7b2e71eb2cca7fac170fee40e76721b672",
-        "6fa0d025921ac6ebd4174aebcfa1dce112e57173179f303f0c9380967d317830",
-    ]
-    assert vllm_block_hashes(tokens, 2, seed="0") != vllm_block_hashes(tokens, 2)
-    with pytest.raises(UsageError, match="not -1 to -1"):
-        vllm_block_hashes([-1], 1)

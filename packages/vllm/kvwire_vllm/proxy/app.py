@@ -120,7 +120,7 @@ class ProxyApp:
             fleet,
             self._dispatcher.budget,
             settings.running_max,
-            lambda: discovery.ignored if discovery else 0,
+            discovery,
         )
         self._moves = Moves(
             self._dispatcher, fleet, self._state.moves, migrate=settings.migrate
@@ -151,12 +151,10 @@ class ProxyApp:
 
         Cancel safety: whatever ends it, its tasks and connections end with it.
         """
-        prober = Prober(self._fleet, self._client)
-        running = [prober.run()]
+        running = [Prober(self._fleet, self._client).run()]
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._client.close)
             if self._discovery is not None:
-                self._discovery.wake = prober.wake
                 stack.push_async_callback(self._discovery.close)
                 running.append(self._discovery.watch())
             for work in running:

@@ -315,11 +315,6 @@ class Prober:
         self._client = client
         # Each engine's last probe, with its time. bounded: MEMBERS_MAX
         self._asked: dict[VllmEngine, tuple[float, asyncio.Task[None]]] = {}
-        self._woken = asyncio.Event()
-
-    def wake(self) -> None:
-        """Check at once, since there may be a new engine."""
-        self._woken.set()
 
     async def run(self) -> None:
         """Check repeatedly until cancelled.
@@ -331,8 +326,8 @@ class Prober:
                 self._sweep()
                 pause_s = max(PROBE_S, len(self._asked) / _PROBES_PER_S)
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._woken.wait(), pause_s)
-                self._woken.clear()
+                    await asyncio.wait_for(self._fleet.news.wait(), pause_s)
+                self._fleet.news.clear()
         finally:
             for _, task in self._asked.values():
                 await end_task(task)

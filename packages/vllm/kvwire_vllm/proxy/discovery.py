@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import aclosing
 
 from kvwire.directory import Change, ChangeKind, Directory, Selector
@@ -32,8 +31,6 @@ class Discovery:
         # Keys of the records whose faults were logged. bounded: MEMBERS_MAX
         self._logged: set[str] = set()
         self.refused: int = 0  # the number of unusable records
-        # Called when there may be a new engine.
-        self.wake: Callable[[], None] = lambda: None
 
     @property
     def ignored(self) -> int:
@@ -73,4 +70,3 @@ class Discovery:
             self._fleet.left(key)
             return
         self._fleet.joined(key, member)
-        self.wake()

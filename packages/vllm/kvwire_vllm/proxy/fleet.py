@@ -12,6 +12,7 @@ its running ones. An engine that has never answered gets none at all.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -44,6 +45,8 @@ class EngineFleet:
         self._found: dict[str, VllmEngine] = {}
         # No longer listed, but still with running requests.
         self._leaving: set[VllmEngine] = set()
+        # Set when there may be a new engine, whose health is checked then.
+        self.news: asyncio.Event = asyncio.Event()
 
     @property
     def engines(self) -> list[VllmEngine]:
@@ -161,6 +164,7 @@ class EngineFleet:
             server = VllmServer(url, remote, first.labels.stages)
             found = VllmEngine(server=server, role="", start=start, ready=False)
             self._found[url] = found
+            self.news.set()
         record = first.record
         found.slots = first.labels.slots
         found.role = record.role

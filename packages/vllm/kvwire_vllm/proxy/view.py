@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvwire_vllm.proxy.budget import RetryBudget
+from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.dispatch import ClientRequest
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import PROXY_RUNNING_MAX
@@ -32,7 +33,7 @@ class ProxyState:
     fleet: EngineFleet
     budget: RetryBudget
     running_max: int = PROXY_RUNNING_MAX
-    ignored: Callable[[], int] = lambda: 0  # the number of unusable directory entries
+    discovery: Discovery | None = None  # where engines announce themselves
     # Open requests, oldest first. bounded: PROXY_RUNNING_MAX
     requests: dict[ClientRequest, None] = field(default_factory=dict)
     # Answers begun, by status.
@@ -42,6 +43,11 @@ class ProxyState:
     moves: Counter[str] = field(default_factory=Counter)
     running: int = 0  # requests that are read or answered
     rejected: int = 0  # requests refused because there were too many
+
+    @property
+    def ignored(self) -> int:
+        """The number of unusable directory entries."""
+        return self.discovery.ignored if self.discovery else 0
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -86,7 +92,7 @@ class ProxyCollector(Collector):
             ("retries", "Tries beyond a request's first", _COUNTER, budget.spent),
             ("retries_refused", _REFUSED, _COUNTER, budget.refused),
             ("rejected", "Requests rejected with 429", _COUNTER, state.rejected),
-            ("records_ignored", _IGNORED, _COUNTER, state.ignored()),
+            ("records_ignored", _IGNORED, _COUNTER, state.ignored),
             ("running", "Requests that are read or answered", _GAUGE, state.running),
         ):
             yield family(f"kvwire_proxy_{name}", text, value=value)
