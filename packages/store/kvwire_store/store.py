@@ -64,7 +64,7 @@ from kvwire_store.tenants import Tenants
 from kvwire_store.threads import Threads
 from kvwire_store.tier_stack import TierStack
 from kvwire_store.tiers.base import Tier, TierStats
-from kvwire_store.tiers.coded import codec_of
+from kvwire_store.tiers.coded import is_coded
 from kvwire_store.tiers.registry import ELSEWHERE, PASSAGE, open_tier
 from kvwire_store.tiers.slabs import Slabs
 
@@ -697,9 +697,9 @@ class OpeningStore(Opening):
                 f"tiers: {self._tiers[0].text!r} comes first, but every block passes "
                 "through memory; begin with memory:SIZE"
             )
-        codec_of(self._tiers[0])
+        is_coded(self._tiers[0])
         for one in self._tiers[1:]:
-            codec_of(one)
+            is_coded(one)
         self._write: Write = write
         self._store: BlockStore | None = None
 

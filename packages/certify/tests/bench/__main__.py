@@ -18,10 +18,9 @@ from cyclopts import App, Parameter
 
 from kvwire.cli.main import main
 from kvwire.limits import MIB
-from kvwire_certify.bench import command, report
+from kvwire_certify.bench import command
 from kvwire_certify.bench.command import COMMON, TCP, Common, Mebibytes, Shapes, within
 from kvwire_certify.bench.turns import Findings
-from kvwire_store.codecs.registry import CODECS
 from packages.certify.tests.bench import counts as counting
 from packages.certify.tests.bench import iperf3
 from packages.certify.tests.bench.peer import (
@@ -156,26 +155,19 @@ def counts(
 
 
 @app.command
-def codecs(*, codec: str = "all", rounds: Rounds = 5, json: Output = None) -> None:
-    """What codecs of KV blocks save and cost, beside a memcpy.
+def codecs(*, rounds: Rounds = 5) -> None:
+    """What the codec of KV blocks saves and costs, beside a memcpy.
 
     The KV is that of the demo's model, which knows its book by heart; and numbers of a
     normal distribution.
 
     Args:
-        codec: Names, separated by commas; or all. They need the extra codecs.
         rounds: The number of rounds; more rounds give firmer medians.
-        json: Write every answer to this file; - is the output.
     """
     from packages.certify.tests.bench import codecs as coding
 
-    names = list(CODECS) if codec == "all" else codec.split(",")
-    with report.progress_bar(len(names) * len(coding.SETS)) as progress:
-        found = coding.codecs(names, rounds, progress)
-    settings = {"codec": names, "rounds": rounds}
-    report.show(
-        coding.render(found), lambda: coding.document(found, settings), json=json
-    )
+    for images in coding.SETS:
+        print(f"{images}: {coding.measure(images, rounds)}")
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""What codecs of KV save and cost.
+"""What the codec of KV blocks saves and costs.
 
 The rates are of one thread, beside a copy of the same images, of the KV of the demo's
 model among others. That lies in ``examples``, which has to be in ``PYTHONPATH``.
@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Group, RenderableType
 
 import kvwire
 from demo.book import Tokenizer, passages
 from demo.numpy_llama import Floats, NumpyLlama, Plain
 from kvwire.kv.floats import put_floats
-from kvwire_certify.bench.report import head, new_table, short
-from kvwire_store.codecs.base import ImageForm, form_of
 from kvwire_store.codecs.entry import decode_entry, encode_entry
-from kvwire_store.codecs.registry import codec_named
+from kvwire_store.codecs.form import ImageForm, form_of
 
 # Sets of images by name, with the tokens of a block: of the demo's model, of the same
 # with a prompt as one block, and numbers of a normal distribution.
@@ -38,10 +35,9 @@ _TEXTS: Final = 2
 
 
 class Coded:
-    """Images of a set, what a codec makes of them, and what comes out again."""
+    """Images of a set, what the codec makes of them, and what comes out again."""
 
-    def __init__(self, codec: str, images: str) -> None:
-        self._codec = codec_named(codec)
+    def __init__(self, images: str) -> None:
         self.images, self.form = images_of(images)
         # Written to, so that no page is missing when it is timed.
         self.decoded = np.ones_like(self.images)
@@ -51,7 +47,7 @@ class Coded:
         self.sizes = [self.encode(at) for at in rows]
 
     def encode(self, at: int) -> int:
-        return encode_entry(self._codec, self.images[at], self.form, self._entries[at])
+        return encode_entry(self.images[at], self.form, self._entries[at])
 
     def decode(self, at: int) -> int:
         entry = self._entries[at, : self.sizes[at]]
@@ -65,7 +61,7 @@ class Coded:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Shows what a codec leaves of a set's bytes, and what that costs.
+    """Shows what the codec leaves of a set's bytes, and what that costs.
 
     Rates are of the images' bytes, medians of rounds that the three take in turns.
     """
@@ -75,9 +71,18 @@ class Finding:
     decode_bytes_per_s: float
     memcpy_bytes_per_s: float
 
+    def __str__(self) -> str:
+        rates = (
+            self.encode_bytes_per_s,
+            self.decode_bytes_per_s,
+            self.memcpy_bytes_per_s,
+        )
+        each = ", ".join(f"{rate / 1e9:.2f}" for rate in rates)
+        return f"{self.ratio:.3f} left; GB/s to encode, to decode, of a memcpy: {each}"
 
-def measure(codec: str, images: str, rounds: int) -> Finding:
-    coded = Coded(codec, images)
+
+def measure(images: str, rounds: int) -> Finding:
+    coded = Coded(images)
     rows = range(len(coded.images))
     for at, size in enumerate(coded.sizes):
         (coded.decode if size else coded.copy)(at)
@@ -130,42 +135,3 @@ def _prompts() -> Floats:
         llama.forward(tokenizer.encode(text)[: SETS[LARGE]], sequence)
         found.append(np.stack([np.stack(kv) for kv in sequence.kv if kv is not None]))
     return np.stack(found)
-
-
-def codecs(
-    names: list[str], rounds: int, progress: Callable[[str], None]
-) -> dict[str, dict[str, Finding]]:
-    """Measure codecs with each set of images, all in this thread."""
-    for name in names:
-        codec_named(name).require()
-    found: dict[str, dict[str, Finding]] = {name: {} for name in names}
-    for name in names:
-        for images in SETS:
-            progress(f"{name}: {images}")
-            found[name][images] = measure(name, images, rounds)
-    return found
-
-
-def render(found: dict[str, dict[str, Finding]]) -> RenderableType:
-    tables = []
-    for images in SETS:
-        table = new_table(images, "left", "encode", "decode", "memcpy")
-        for name, of in found.items():
-            one = of[images]
-            rates = (
-                one.encode_bytes_per_s,
-                one.decode_bytes_per_s,
-                one.memcpy_bytes_per_s,
-            )
-            shown = (short(rate / 1e9) for rate in rates)
-            table.add_row(name, f"{one.ratio:.3f}", *shown)
-        tables.append(table)
-    line = f"One thread, {_DTYPE}; GB of images by s of CPU. Left: bytes of 1."
-    return Group(*tables, line)
-
-
-def document(
-    found: dict[str, dict[str, Finding]], settings: dict[str, Any]
-) -> dict[str, Any]:
-    each = {name: {k: asdict(v) for k, v in of.items()} for name, of in found.items()}
-    return {**head("codecs", settings), "codecs": each}

@@ -19,8 +19,8 @@ import xxhash
 
 from kvwire.errors import IntegrityError
 from kvwire.kv.floats import Bytes
-from kvwire_store.codecs.base import FORM_BYTES, BlockCodec, ImageForm
-from kvwire_store.codecs.registry import CODECS
+from kvwire_store.codecs import planes
+from kvwire_store.codecs.form import FORM_BYTES, ImageForm
 
 HEAD_BYTES: Final = 40
 
@@ -31,7 +31,7 @@ _SUM: Final = struct.Struct("<Q")
 assert _HEAD.size + _SUM.size == HEAD_BYTES
 
 
-def encode_entry(codec: BlockCodec, image: Bytes, form: ImageForm, into: Bytes) -> int:
+def encode_entry(image: Bytes, form: ImageForm, into: Bytes) -> int:
     """Encode an image as an entry.
 
     Returns:
@@ -40,10 +40,10 @@ def encode_entry(codec: BlockCodec, image: Bytes, form: ImageForm, into: Bytes) 
     """
     assert image.size == form.nbytes == into.size
     payload = into[HEAD_BYTES : form.nbytes - 1]
-    nbytes = codec.encode(image, form, payload) if payload.size else 0
+    nbytes = planes.encode(image, form, payload) if payload.size else 0
     if not nbytes:
         return 0
-    head = _HEAD.pack(_MAGIC, codec.number, form.nbytes, nbytes, form.digest)
+    head = _HEAD.pack(_MAGIC, planes.NUMBER, form.nbytes, nbytes, form.digest)
     into[:HEAD_BYTES] = np.frombuffer(head + _sum(head, image), np.uint8)
     return HEAD_BYTES + nbytes
 
@@ -71,11 +71,10 @@ def decode_entry(entry: Bytes, form: ImageForm, into: Bytes) -> None:
         raise IntegrityError(
             f"the entry begins with {magic!r}; this version of kvwire reads {_MAGIC!r}"
         )
-    if number not in _BY_NUMBER:
+    if number != planes.NUMBER:
         raise IntegrityError(
             f"the entry uses codec {number}, which this version does not know"
         )
-    codec = _BY_NUMBER[number]
     if image_bytes != into.size or digest != form.digest:
         raise IntegrityError(
             f"the entry's image has {image_bytes} bytes, and {into.size} were expected"
@@ -87,16 +86,13 @@ def decode_entry(entry: Bytes, form: ImageForm, into: Bytes) -> None:
         )
     payload = entry[HEAD_BYTES : HEAD_BYTES + nbytes]
     total = entry[_HEAD.size : HEAD_BYTES].tobytes()
-    codec.decode(payload, form, into)
+    planes.decode(payload, form, into)
     if total != _sum(head, into):
         raise IntegrityError(
-            f"the checksum of the image that {codec.name} decoded does not match"
+            f"the checksum of the image that {planes.NAME} decoded does not match"
         )
 
 
 def _sum(head: bytes, checked: Bytes) -> bytes:
     seed = xxhash.xxh3_64_intdigest(head)
     return _SUM.pack(xxhash.xxh3_64_intdigest(checked.data, seed=seed))
-
-
-_BY_NUMBER: Final = {codec.number: codec for codec in CODECS.values()}

@@ -1,4 +1,4 @@
-"""Lossless codecs that compress byte planes: all first bytes, all second bytes, ...
+"""The codec ``zstd-planes``, which compresses byte planes without loss.
 
 Floating-point KV hardly repeats, so a general compressor finds nothing in it. But the
 exponents within a block are close together, and account for nearly everything that can
@@ -10,19 +10,24 @@ that does not shrink is stored unchanged.
 The payload is one length per plane (32 bits, little-endian, highest plane first), then
 the planes. A length equal to the element count means that the plane is stored
 unchanged.
+
+It runs on threads: NumPy and zstd release the interpreter's lock as they work.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
 from kvwire.errors import IntegrityError
 from kvwire.extras import needed_by
 from kvwire.kv.floats import Bytes
-from kvwire_store.codecs.base import BlockCodec, ImageForm
+from kvwire_store.codecs.form import ImageForm
+
+NAME: Final = "zstd-planes"
+NUMBER: Final = 1
+"""Its number in stored entries, which never changes."""
 
 _LENGTH: Final = np.dtype("<u4")
 # Types whose exponent would be split over two bytes because of the sign bit.
@@ -32,56 +37,68 @@ _TURNED: Final[dict[str, tuple[np.dtype[Any], int]]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PlanesCodec(BlockCodec):
-    """Compresses byte planes without loss."""
+def require() -> None:
+    """Import the library.
 
-    library: Literal["zstd", "lz4"]
+    Raises:
+        ModuleNotFoundError: It is missing; the message names it.
+    """
+    _zstd()
 
-    def require(self) -> None:
-        (_zstd if self.library == "zstd" else _lz4)()
 
-    def encode(self, image: Bytes, form: ImageForm, into: Bytes) -> int:
-        rows = _turned(image, form).reshape(-1, form.item_bytes)
-        lengths = np.zeros(form.item_bytes, _LENGTH)
-        at = lengths.nbytes
-        compress = _zstd_packed if self.library == "zstd" else _lz4_packed
-        for number, column in enumerate(rows.T[::-1]):
-            plane = np.ascontiguousarray(column)
-            packed = np.frombuffer(compress(plane), np.uint8)
-            stored = packed if packed.size < plane.size else plane
-            if at + stored.size > into.size:
-                return 0
-            into[at : at + stored.size] = stored
-            lengths[number] = stored.size
-            at += stored.size
-        into[: lengths.nbytes] = lengths.view(np.uint8)
-        return at
+def encode(image: Bytes, form: ImageForm, into: Bytes) -> int:
+    """Encode an image.
 
-    def decode(self, payload: Bytes, form: ImageForm, into: Bytes) -> None:
-        planes = form.item_bytes
-        size = form.elements
-        head = planes * _LENGTH.itemsize
-        if payload.size < head:
-            raise IntegrityError(
-                f"the payload has {payload.size} bytes, and its lengths alone need "
-                f"{head}"
-            )
-        lengths = payload[:head].view(_LENGTH).astype(np.int64)
-        if int(lengths.sum()) != payload.size - head or (lengths > size).any():
-            raise IntegrityError(
-                f"planes of {lengths.tolist()} bytes do not fit {payload.size - head} "
-                f"bytes, or exceed {size} each"
-            )
-        unpack = _zstd_unpacked if self.library == "zstd" else _lz4_unpacked
-        rows = into.reshape(-1, planes)
-        at = head
-        for length, column in zip(lengths.tolist(), rows.T[::-1], strict=True):
-            stored = payload[at : at + length]
-            plane = stored if length == size else unpack(stored, size)
-            column[:] = plane
-            at += length
-        _turn_back(into, form)
+    Returns:
+        The number of bytes written to ``into``; 0 if they do not fit there, and the
+        caller should keep the image as it is.
+    """
+    rows = _turned(image, form).reshape(-1, form.item_bytes)
+    lengths = np.zeros(form.item_bytes, _LENGTH)
+    at = lengths.nbytes
+    for number, column in enumerate(rows.T[::-1]):
+        plane = np.ascontiguousarray(column)
+        packed = np.frombuffer(_packed(plane), np.uint8)
+        stored = packed if packed.size < plane.size else plane
+        if at + stored.size > into.size:
+            return 0
+        into[at : at + stored.size] = stored
+        lengths[number] = stored.size
+        at += stored.size
+    into[: lengths.nbytes] = lengths.view(np.uint8)
+    return at
+
+
+def decode(payload: Bytes, form: ImageForm, into: Bytes) -> None:
+    """Decode a payload into an image.
+
+    The image's length follows from the form and never from the payload, and nothing
+    larger is allocated.
+
+    Raises:
+        IntegrityError: The payload is none for this form.
+        ModuleNotFoundError: The library is missing.
+    """
+    planes = form.item_bytes
+    size = form.elements
+    head = planes * _LENGTH.itemsize
+    if payload.size < head:
+        raise IntegrityError(
+            f"the payload has {payload.size} bytes, and its lengths alone need {head}"
+        )
+    lengths = payload[:head].view(_LENGTH).astype(np.int64)
+    if int(lengths.sum()) != payload.size - head or (lengths > size).any():
+        raise IntegrityError(
+            f"planes of {lengths.tolist()} bytes do not fit {payload.size - head} "
+            f"bytes, or exceed {size} each"
+        )
+    rows = into.reshape(-1, planes)
+    at = head
+    for length, column in zip(lengths.tolist(), rows.T[::-1], strict=True):
+        stored = payload[at : at + length]
+        column[:] = stored if length == size else _unpacked(stored, size)
+        at += length
+    _turn_back(into, form)
 
 
 def _turned(image: Bytes, form: ImageForm) -> Bytes:
@@ -105,29 +122,20 @@ def _turn_back(image: Bytes, form: ImageForm) -> None:
         words |= sign
 
 
-# --- the libraries --------------------------------------------------------------------
-
-
 def _zstd() -> Any:
-    with needed_by("codec zstd-planes", extra="codecs", distribution="kvwire-store"):
+    with needed_by(f"codec {NAME}", extra="codecs", distribution="kvwire-store"):
         import zstandard  # noqa: PLC0415 - an extra
     return zstandard
 
 
-def _lz4() -> Any:
-    with needed_by("codec lz4-planes", extra="codecs", distribution="kvwire-store"):
-        import lz4.block  # noqa: PLC0415 - an extra
-    return lz4.block
-
-
-def _zstd_packed(plane: Bytes) -> bytes:
+def _packed(plane: Bytes) -> bytes:
     # Level 1 codes exponents by their frequency. Higher levels look for repetitions,
     # find none, and only take longer.
     packed: bytes = _zstd().ZstdCompressor(level=1).compress(plane)
     return packed
 
 
-def _zstd_unpacked(stored: Bytes, size: int) -> Bytes:
+def _unpacked(stored: Bytes, size: int) -> Bytes:
     """Decompress a plane of exactly ``size`` bytes; allocates no more than that."""
     zstd = _zstd()
     try:
@@ -140,24 +148,6 @@ def _zstd_unpacked(stored: Bytes, size: int) -> Bytes:
         plane = zstd.ZstdDecompressor().decompress(stored, allow_extra_data=False)
     except zstd.ZstdError as exc:
         raise IntegrityError(f"zstd: {exc}") from None
-    return _exactly(plane, size)
-
-
-def _lz4_packed(plane: Bytes) -> bytes:
-    packed: bytes = _lz4().compress(plane, store_size=False)
-    return packed
-
-
-def _lz4_unpacked(stored: Bytes, size: int) -> Bytes:
-    lz4 = _lz4()
-    try:
-        plane = lz4.decompress(stored, uncompressed_size=size)
-    except lz4.LZ4BlockError as exc:
-        raise IntegrityError(f"lz4: {exc}") from None
-    return _exactly(plane, size)
-
-
-def _exactly(plane: bytes, size: int) -> Bytes:
     if len(plane) != size:
         raise IntegrityError(f"a plane has {len(plane)} bytes; {size} were expected")
     return np.frombuffer(plane, np.uint8)

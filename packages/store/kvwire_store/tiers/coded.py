@@ -1,10 +1,10 @@
 """Tiers that keep entries of a codec: writes encode, reads decode.
 
 A put encodes each image. The tier keeps the entry if it is shorter than the image, and
-the image otherwise. A get decodes into the image's own memory. This works with any
-codec that the tier was opened with: the length shows whether an image or an entry was
-stored, and an entry names its codec. So a tier whose ``codec=`` is changed or removed
-can still read its older blocks.
+the image otherwise. A get decodes into the image's own memory, whether the tier was
+opened with a codec or not: the length shows whether an image or an entry was stored,
+and an entry names its codec. So a tier whose ``codec=`` is added or removed can still
+read its older blocks.
 
 Encoding and decoding run on threads. Encoding needs additional memory: as much as the
 images of the few batches that are being encoded.
@@ -20,14 +20,14 @@ from typing import ClassVar, Final
 import numpy as np
 
 from kvwire.aio import gather_all
-from kvwire.errors import IntegrityError, UsageError
+from kvwire.errors import IntegrityError, UsageError, nearest, shown
 from kvwire.kv.blocks import Ids
 from kvwire.kv.floats import Bytes
 from kvwire.kv.fragments import Fragments
 from kvwire_store.address import TierAddress
-from kvwire_store.codecs.base import BlockCodec, form_of
+from kvwire_store.codecs import planes
 from kvwire_store.codecs.entry import decode_entry, encode_entry
-from kvwire_store.codecs.registry import codec_named
+from kvwire_store.codecs.form import form_of
 from kvwire_store.images import views_of
 from kvwire_store.namespace import ORDERS, Namespace
 from kvwire_store.threads import Threads
@@ -49,17 +49,23 @@ _NOT_CODED: Final[Mapping[str, str]] = {
 }
 
 
-def codec_of(address: TierAddress) -> BlockCodec | None:
-    """Return the codec that encodes new blocks, or None."""
+def is_coded(address: TierAddress) -> bool:
+    """Return whether a tier is to encode new blocks.
+
+    Raises:
+        UsageError: There is no such codec, or the tier takes none.
+    """
     name = address.options.get("codec")
     if name is None:
-        return None
-    try:
-        if why := _NOT_CODED.get(address.scheme):
-            raise UsageError(f"this tier takes no codec; {why}")
-        return codec_named(name)
-    except UsageError as exc:
-        raise UsageError(f"tier {address.text!r}: {exc}") from None
+        return False
+    why = ""
+    if beside := _NOT_CODED.get(address.scheme):
+        why = f"this tier takes no codec; {beside}"
+    elif name != planes.NAME:
+        why = f"codec={shown(name)}: {nearest(name, (planes.NAME,))}"
+    if why:
+        raise UsageError(f"tier {address.text!r}: {why}")
+    return True
 
 
 class CodedTier(Tier):
@@ -73,7 +79,7 @@ class CodedTier(Tier):
 
     def __init__(self, address: TierAddress) -> None:
         super().__init__(address.text)
-        self._codec = codec_of(address)
+        self._encodes = is_coded(address)
         self._threads = Threads()
         # Why an entry could not be decoded; "" once others were.
         self._undecoded = ""
@@ -88,7 +94,7 @@ class CodedTier(Tier):
 
     async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
         """Encode images, and write the entries."""
-        if self._codec is None:
+        if not self._encodes:
             return await self._write_entries(namespace, batch)
         room = np.empty((batch.keys.size, namespace.image_bytes), np.uint8)
         lengths = np.zeros(batch.keys.size, np.int64)
@@ -136,13 +142,12 @@ class CodedTier(Tier):
         self, namespace: Namespace, batch: Batch, part: Ids, room: _Rows
     ) -> list[int]:
         """Encode images, each into a row of ``room``; return the entry lengths."""
-        assert self._codec is not None
         images = _arrays(batch.images.selected(part))
         orders = batch.orders[part].tolist()
         lengths = []
         for image, order, at in zip(images, orders, part.tolist(), strict=True):
             form = form_of(namespace.spec, ORDERS[order])
-            nbytes = encode_entry(self._codec, image, form, room[at])
+            nbytes = encode_entry(image, form, room[at])
             kept = min(self._padded(nbytes, image.size), image.size)
             room[at, nbytes:kept] = 0
             lengths.append(kept)

@@ -219,7 +219,7 @@ class DiskTier(CodedTier):
 
     def too_large(self, namespace: Namespace) -> str:
         # The size of an encoded block is known only after encoding.
-        if self._codec is not None:
+        if self._encodes:
             return ""
         return self._too_large(namespace, namespace.image_bytes)
 

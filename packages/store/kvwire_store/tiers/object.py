@@ -253,7 +253,7 @@ class ObjectTier(KeyValueTier):
         """Fetch an object of up to ``nbytes``.
 
         The first range shows the length; all further ranges are then fetched at once.
-        If the block is put again meanwhile with another codec, the checksum shows it.
+        If the block is put again meanwhile in another form, the checksum shows it.
         """
         part = self.part_bytes
         first = await self._range(key, 0, min(nbytes, part))

@@ -9,9 +9,10 @@ from typing import Final
 from kvwire.errors import BackendUnavailable, UsageError
 from kvwire.extras import PlugInError, plug_in
 from kvwire_store.address import TierAddress
+from kvwire_store.codecs import planes
 from kvwire_store.tenants import Tenants
 from kvwire_store.tiers.base import Tier
-from kvwire_store.tiers.coded import REDIS, codec_of
+from kvwire_store.tiers.coded import REDIS, is_coded
 from kvwire_store.tiers.disk import DiskTier
 from kvwire_store.tiers.object import ObjectTier
 from kvwire_store.tiers.remote import RemoteTier
@@ -58,9 +59,8 @@ async def open_tier(address: TierAddress, tenants: Tenants) -> Tier:
 
 
 async def _open(address: TierAddress, tenants: Tenants) -> Tier:
-    codec = codec_of(address)
-    if codec is not None:
-        codec.require()
+    if is_coded(address):
+        planes.require()
     if address.scheme == "disk":
         return await DiskTier.open(address, tenants)
     if address.scheme in _KINDS:

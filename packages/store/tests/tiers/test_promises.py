@@ -79,7 +79,7 @@ def as_objects(codec: str) -> Rig:
 kind("disk", "damage")(on_disk(""))
 kind("disk-coded")(on_disk("&codec=zstd-planes"))
 kind("object", "damage")(as_objects(""))
-kind("object-coded", "damage")(as_objects("codec=lz4-planes"))
+kind("object-coded", "damage")(as_objects("codec=zstd-planes"))
 
 
 @kind("values", "away", "damage")
