@@ -108,7 +108,6 @@ class Moved:
 
     def agree(self) -> Moved:
         self.pair.server.core.transfers.agree(self.answerer, b"what I want")
-        self.pair.server.collect()
         self.pair.run()
         return self
 

@@ -415,7 +415,6 @@ def test_idle_while_nothing_is_open() -> None:
     idle.append([not end.core.open_requests for end in ends])
     assert [end.core.open_requests for end in ends] == [1, 1]
     pair.server.stalled = False
-    pair.server.collect()
     expect_fine(pair)
     idle.append([not end.core.open_requests for end in ends])
     assert idle == [[True, True], [False, False], [True, True]]

@@ -142,7 +142,6 @@ def test_a_put_and_a_get_ask_when_the_device_permits() -> None:
     assert dropped.buffer in pair.client.freed
     for request in (read, write, dropped):
         pair.client.core.ask(request, grant)
-    pair.client.collect()
     expect_fine(pair)
     assert pair.client.received(read) == LARGE
     assert pair.client.error(write) is None

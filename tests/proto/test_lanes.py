@@ -97,7 +97,6 @@ def test_a_lane_comes_up() -> None:
     scene.pair.run()
     assert scene.stage(SERVER) is LaneStage.OPEN
     scene.client.core.lanes.end_initial_set()
-    scene.client.collect()
     scene.pair.run()
     assert scene.server.core.lanes.initial_set_done
     assert scene.client.core.lanes.initial_set_done

@@ -191,7 +191,6 @@ def test_only_what_works_on_the_region_ends() -> None:
     pair.run()
     pair.server.revoke(one)
     pair.server.stalled = False
-    pair.server.collect()
     expect_fine(pair)
     expect_error(pair.client, ends, StaleRegion)
     assert pair.client.received(stays) == BEFORE

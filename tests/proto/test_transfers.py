@@ -54,7 +54,6 @@ def test_a_segment_that_leaves_as_soon_as_it_is_marked(kept: bool, pull: bool) -
             core.transfers.settle(m.outgoing)
         assert busy == ([False, True, False] if kept else [False])
         assert record.sending_bytes == 0
-        m.producer.collect()
         m.pair.run()
         assert m.content(number) == data
     expect_fine(m.pair)
@@ -431,7 +430,6 @@ def test_the_last_word_rides_on_the_next_transfer(pull: bool) -> None:
         assert not m.over()
         answerer = events_of(m.pair.server, events.TransferOpened)[-1].request
         m.pair.server.core.transfers.agree(answerer, b"")
-        m.pair.server.collect()
         expect_fine(m.pair)
     assert m.over()
     assert m.consumer.error(m.incoming) is None
@@ -449,13 +447,11 @@ def test_as_many_last_fins_as_can_ride(monkeypatch: pytest.MonkeyPatch) -> None:
     expect_fine(m.pair)
     answerer = events_of(m.pair.server, events.TransferOpened)[-1].request
     m.pair.server.core.transfers.agree(answerer, b"")
-    m.pair.server.collect()
     expect_fine(m.pair)
     m.mark(b"x", commit=2)
     expect_fine(m.pair)
     assert not m.over()
     m.producer.core.transfers.commit(other, complete=True)
-    m.producer.collect()
     expect_fine(m.pair)
     assert m.over()
     assert answerer in m.consumer.done
@@ -497,13 +493,11 @@ def test_who_was_answered_waits_no_more() -> None:
         expect_fine(pair)
         answerer = events_of(pair.server, events.TransferOpened)[-1].request
         pair.server.core.transfers.agree(answerer, b"")
-        pair.server.collect()
         expect_fine(pair)
     for _ in range(3):
         request = ask(pair.client)
         expect_fine(pair)
         pair.client.core.cancel(request)
-        pair.client.collect()
         expect_fine(pair)
 
 
@@ -514,7 +508,6 @@ def test_refused_before_it_was_answered(pull: bool) -> None:
     m.pair.server.core.refuse(
         m.answerer, errors.RequestCancelled("not here"), errors.WireCode.CANCELLED
     )
-    m.pair.server.collect()
     expect_fine(m.pair)
     expect_error(m.pair.client, m.asker, errors.PeerCancelled)
     assert "not here" in str(m.pair.client.error(m.asker))

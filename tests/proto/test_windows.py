@@ -66,12 +66,10 @@ def opened(pair: ConnectionPair) -> int:
     """The number of a window of the server that the client has opened."""
     client, server = pair.client, pair.server
     request = client.core.open_window("kv", None)
-    client.collect()
     pair.run()
     number = server.core.windows.number()
     answer = WindowOpened(number, SERIAL, b"")
     server.core.windows.answer(taken(server, WindowAsked).wire_id, answer)
-    server.collect()
     expect_fine(pair)
     assert client.error(request) is None
     assert request.answer == answer
@@ -93,7 +91,6 @@ def served(pair: ConnectionPair, stale: bytes = b"") -> RequestRecord:
     pair.server.collect()
     assert taken(pair.server, WindowSent).request is event.request
     pair.server.core.finish_read(event.request, stale, sent=True)
-    pair.server.collect()
     expect_fine(pair)
     return request
 
@@ -119,7 +116,6 @@ def asks_together(blocks: int = 1, nbytes: int = len(DATA)) -> WindowGet:
 def get_together(pair: ConnectionPair) -> tuple[RequestRecord, RequestId]:
     """A small get, and its number at the owner, who was asked."""
     request = pair.client.core.read_window(None, asks_together(), None)
-    pair.client.collect()
     pair.run()
     return request, taken(pair.server, WindowReadTogether).wire_id
 
@@ -146,12 +142,10 @@ def test_a_small_get() -> None:
         assert request.over
     request, wire_id = get_together(pair)
     pair.server.core.windows.withhold(wire_id, b"\x01")
-    pair.server.collect()
     expect_fine(pair)
     assert request.answer == WindowGot(sent=False, stale=b"\x01")
     request, wire_id = get_together(pair)
     pair.server.core.windows.refuse(wire_id, StaleRegion("closed"))
-    pair.server.collect()
     expect_fine(pair)
     expect_error(pair.client, request, StaleRegion)
 
@@ -200,13 +194,11 @@ def test_an_opening_that_is_cancelled() -> None:
     """The answer comes too late: the window is closed again."""
     pair = ConnectionPair()
     request = pair.client.core.open_window("kv", None)
-    pair.client.collect()
     pair.run()
     pair.client.cancel(request)
     number = pair.server.core.windows.number()
     answer = WindowOpened(number, SERIAL, b"")
     pair.server.core.windows.answer(taken(pair.server, WindowAsked).wire_id, answer)
-    pair.server.collect()
     expect_fine(pair)
     assert taken(pair.server, WindowLeft) == WindowLeft(window=number)
 
@@ -217,7 +209,6 @@ def test_a_lane_that_comes_up_later() -> None:
     number = opened(pair)
     body = WindowMemoryBody(number, 1, b"memory", b"access")
     pair.server.core.windows.report(body)
-    pair.server.collect()
     expect_fine(pair)
     assert taken(pair.client, WindowMemoryOffered).body == body
     pair.server.forge(
@@ -242,7 +233,6 @@ def test_a_last_frame_before_the_last_bytes() -> None:
     pair.run()
     assert not request.over
     pair.server.stalled = False
-    pair.server.collect()
     expect_fine(pair)
     assert pair.client.received(request) == DATA
     late = WindowGot(sent=True)
@@ -293,7 +283,6 @@ def test_a_get_of_blocks_that_were_withdrawn() -> None:
     pair.run()
     event = taken(pair.server, WindowRead)
     pair.server.core.finish_read(event.request, b"\x01", sent=False)
-    pair.server.collect()
     expect_fine(pair)
     assert pair.client.error(request) is None
     assert request.moved == 0
@@ -303,10 +292,8 @@ def test_a_get_of_blocks_that_were_withdrawn() -> None:
 def test_a_window_that_is_not_there() -> None:
     pair = ConnectionPair()
     request = pair.client.core.open_window("kv", None)
-    pair.client.collect()
     pair.run()
     pair.server.core.windows.answer(taken(pair.server, WindowAsked).wire_id, "none")
-    pair.server.collect()
     expect_fine(pair)
     expect_error(pair.client, request, AccessDenied)
 
@@ -326,7 +313,6 @@ def test_a_get_that_is_cancelled() -> None:
     expect_error(pair.client, request, RequestCancelled)
     assert event.request.over
     pair.server.core.finish_read(event.request, b"", sent=True)  # late: nothing
-    pair.server.collect()
     expect_fine(pair)
     assert not pair.client.memory
     assert not pair.server.memory
@@ -343,7 +329,6 @@ def test_a_close_waits_for_a_get_and_no_longer() -> None:
     pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
     pair.server.collect()
     pair.server.core.finish_read(event.request, b"", sent=True)
-    pair.server.collect()
     pair.run()
     assert pair.client.error(request) is None
     assert pair.server.ended is not None
@@ -361,7 +346,6 @@ def test_damage_waits_for_the_last_frame() -> None:
     header, body = pair.server.wire.popleft()
     pair.client.receive((header, b"\xff" + body[1:]))
     pair.server.core.finish_read(event.request, b"\x01", sent=True)
-    pair.server.collect()
     expect_fine(pair)
     assert pair.client.error(request) is None
     assert request.damaged
@@ -373,15 +357,12 @@ def test_views_and_closing() -> None:
     pair = ConnectionPair()
     number = opened(pair)
     pair.client.core.windows.report(WindowViewBody(number, 0, b"geometry"))
-    pair.client.collect()
     pair.run()
     assert taken(pair.server, WindowViewed).body.geometry == b"geometry"
     pair.server.core.windows.hide(number)
-    pair.server.collect()
     pair.run()
     assert taken(pair.client, WindowClosed) == WindowClosed(window=number)
     pair.client.core.windows.close(number)
-    pair.client.collect()
     expect_fine(pair)
     assert taken(pair.server, WindowLeft) == WindowLeft(window=number)
     late = get(pair.client, asks())
@@ -412,7 +393,6 @@ def test_a_number_in_use() -> None:
     pair = ConnectionPair()
     number = opened(pair)
     pair.client.core.open_window("other", None)
-    pair.client.collect()
     pair.run()
     wire_id = taken(pair.server, WindowAsked).wire_id
     pair.server.forge(
@@ -423,7 +403,6 @@ def test_a_number_in_use() -> None:
     for _ in range(WINDOWS_OPEN_MAX):
         opened(pair)
     pair.client.core.open_window("more", None)
-    pair.client.collect()
     pair.run()
     wire_id = taken(pair.server, WindowAsked).wire_id
     more = WindowOpened(WINDOWS_OPEN_MAX + 1, SERIAL, b"")

@@ -474,8 +474,14 @@ class ConnectionPair:
         self._other(sender).receive(sender.wire.popleft())
         return True
 
+    def collect(self) -> None:
+        """Carry out what both cores have to say after calls of theirs."""
+        for end in (self.client, self.server):
+            end.collect()
+
     def run(self) -> None:
         """Deliver frames, in turns, until there are none; then end what has ended."""
+        self.collect()
         for _ in range(_FRAMES_MAX):
             delivered = self.deliver(self.client) | self.deliver(self.server)
             if self._cut() or delivered:

@@ -225,7 +225,6 @@ def test_pushed(pair: ConnectionPair) -> Iterator[str]:
     _wait(server, LAST_FIN_DELAY_S)
     yield "the server acknowledges them"
     client.core.transfers.commit(out, complete=True)
-    client.collect()
     yield "the client commits"
     _wait(client, LAST_FIN_DELAY_S)
     yield "and confirms"
@@ -240,14 +239,12 @@ def test_pulled(pair: ConnectionPair) -> Iterator[str]:
     out = _answer(server)
     _mark(server, out, _LARGE)
     server.core.transfers.commit(out, complete=False)
-    server.collect()
     yield "the server agrees, marks a segment and commits"
     _ask(client, pull=True)
     yield "the client asks for another"
     opened = _opened(server)
     error = RequestCancelled("nothing of that name")
     server.core.refuse(opened, error, WireCode.CANCELLED)
-    server.collect()
     yield "the server refuses"
 
 
@@ -279,7 +276,6 @@ def test_on_lanes(pair: ConnectionPair) -> Iterator[str]:
     yield "the client asks for another lane"
     lanes.end(lanes.halves[Role.CLIENT, number], "declined")
     client.core.lanes.end_initial_set()
-    client.collect()
     yield "and is content without"
 
 
@@ -288,19 +284,15 @@ def test_windows(pair: ConnectionPair) -> Iterator[str]:
     """Gets of a window: of a block that is there, of one withdrawn, of a small one."""
     client, server = pair.client, pair.server
     client.core.open_window("kv", None)
-    client.collect()
     yield "the client opens a window"
     number = server.core.windows.number()
     answer = WindowOpened(number, bytes(range(16)), b"geometry")
     server.core.windows.answer(_last(server, WindowAsked).wire_id, answer)
-    server.collect()
     yield "the server answers with its number"
     memory = WindowMemoryBody(number, 3, b"addresses", b"key")
     server.core.windows.report(memory)
-    server.collect()
     yield "a lane of the server can read it in place"
     client.core.windows.report(WindowViewBody(number, 5, b"mine"))
-    client.collect()
     yield "the client reports where blocks are to land"
     _read(client, number)
     yield "and asks for a block"
@@ -308,28 +300,23 @@ def test_windows(pair: ConnectionPair) -> Iterator[str]:
     server.core.windows.serve(request, server.lend(_LARGE))
     server.collect()
     server.core.windows.finish(request, b"", sent=True)
-    server.collect()
     yield "the server sends it"
     _read(client, number)
     yield "the client asks again"
     request = _last(server, WindowRead).request
     server.core.windows.finish(request, b"\1", sent=False)
-    server.collect()
     yield "the block was withdrawn"
     entries, generations = (17).to_bytes(4, "little"), bytes(range(8))
     body = WindowGet(number, 5, len(_SMALL), (1,), entries, generations, together=True)
     client.core.read_window(None, body, None)
-    client.collect()
     yield "the client asks for a small block"
     wire_id = _last(server, WindowReadTogether).wire_id
     data = memoryview(_SMALL)
     server.send_data(wire_id, data, checksum(data))
     yield "which comes at once"
     server.core.windows.hide(number)
-    server.collect()
     yield "the server ends the window"
     client.core.windows.close(number)
-    client.collect()
     yield "the client no longer reads it"
 
 

@@ -148,6 +148,7 @@ def _handshake(shaking: Shaking) -> Step:
 def _delivered(pair: ConnectionPair) -> list[tuple[Role, Frame]]:
     """Deliver frames, in turns, until there are none; return them."""
     frames = []
+    pair.collect()
     while any(pair.of(role).wire for role in Role):
         for role in Role:
             if pair.of(role).wire:
