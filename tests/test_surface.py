@@ -14,8 +14,7 @@ import kvwire
 import kvwire_store
 from kvwire.directory import Record, open_directory
 from kvwire.directory.file import FileDirectory
-from tests.programs.reference import FOLDER
-from tests.programs.reference.words import attributes
+from tests.programs.reference.words import FOLDER, attributes
 from tests.support.caches import Memory
 from tests.support.pairs import connected
 from tests.support.runs import python

@@ -1,7 +1,8 @@
-"""The pages of docs/reference that are written from the code, by ``make reference``.
+"""What ``make reference`` writes into the pages of docs/reference, from the code.
 
 What a docstring says once is not said a second time by hand, and a test holds the pages
-to the code.
+to the code. Titles, paragraphs and examples are the pages' own: for a new name, write
+its heading and an example into a page below docs/reference/api.
 """
 
 from __future__ import annotations
@@ -11,13 +12,10 @@ from functools import partial
 from typing import Final
 
 from tests.programs.reference import api, configuration, errors, metrics
-from tests.support.tree import ROOT
-
-FOLDER: Final = ROOT / "docs" / "reference"
 
 PAGES: Final[dict[str, Callable[[], str]]] = {
     "api.md": api.index,
-    **{f"api/{topic.page}.md": partial(api.page, topic) for topic in api.TOPICS},
+    **{where: partial(api.page, where) for where in api.topics()},
     "configuration.md": configuration.page,
     "errors.md": errors.page,
     "metrics.md": metrics.page,

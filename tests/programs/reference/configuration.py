@@ -2,86 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
 from kvwire import Config, limits
-from kvwire.config import ENVIRONMENT_PREFIX
 from kvwire_vllm.config import VllmSettings
-from tests.programs.reference.words import anchored, attributes, table
-
-_INTRODUCTION: Final = f"""\
-# Configuration
-
-`make reference` writes this page from the code. kvwire reads a TOML file, then
-`{ENVIRONMENT_PREFIX}*` environment variables, then keyword arguments; later values win.
-
-<!-- fragment -->
-```python
-config = kvwire.Config.load("kvwire.toml", name="decode-0")
-```
-
-```toml
-# kvwire.toml
-trust = "psk"
-psk_file = "/etc/kvwire/key"
-prefer = ["local", "tcp"]
-
-[profile]
-model = "llama-3.1-8b@4f1c"
-
-[backends.ucx]
-TLS = "rc,cuda"
-```
-
-As a variable, a key is in capitals (`{ENVIRONMENT_PREFIX}LANES=4`); lists are separated
-by commas (`{ENVIRONMENT_PREFIX}PREFER=local,tcp`), tables are pairs
-(`{ENVIRONMENT_PREFIX}PROFILE=model=llama,rev=4f1c`,
-`{ENVIRONMENT_PREFIX}BACKENDS=ucx.TLS=tcp`). kvwire refuses an unknown key and suggests
-the nearest known one. It also refuses a value out of its range, a transport that no
-installed package offers, and a setting that its transport does not have. Sizes are
-numbers of bytes, or text such as `"4MiB"`. `kvwire config show` prints every value with
-its source.
-"""
+from tests.programs.reference import words
 
 
 def page() -> str:
-    return "\n".join(
-        (
-            _INTRODUCTION,
-            _keys_of_config(),
-            "\n## In vLLM's `kv_connector_extra_config`\n",
-            "All of the above, and:\n",
-            _keys_of_the_connector(),
-            "",
-        )
-    )
+    return words.page("configuration.md", _keys_of_config(), _keys_of_the_connector())
 
 
 def _keys_of_config() -> str:
-    texts = attributes(Config)
+    texts = words.attributes(Config)
     model = msgspec.inspect.type_info(Config)
     assert isinstance(model, msgspec.inspect.StructType)
     rows = [
         (
-            anchored(key.name),
+            words.anchored(key.name),
             _shown(key.name, key.default),
             _range(key.name, key.type),
             texts[key.name],
         )
         for key in model.fields
     ]
-    return table(("key", "default", "may be", ""), rows)
+    return words.table(("key", "default", "may be", ""), rows)
 
 
 def _keys_of_the_connector() -> str:
-    texts = attributes(VllmSettings)
+    texts = words.attributes(VllmSettings)
     rows = [
-        (anchored(key.name), _shown(key.name, key.default), texts[key.name])
+        (words.anchored(key.name), _shown(key.name, key.default), texts[key.name])
         for key in msgspec.structs.fields(VllmSettings)
     ]
-    return table(("key", "default", ""), rows)
+    return words.table(("key", "default", ""), rows)
 
 
 def _shown(key: str, default: Any) -> str:

@@ -48,15 +48,19 @@ def found(name: str) -> Any:
     return getattr(importlib.import_module(module), own)
 
 
-def described(name: str, links: Links, example: str) -> str:
+def imported(name: str) -> str:
+    """How a program gets it; nothing where it writes ``kvwire.`` before the name."""
+    module, _, short = name.rpartition(".")
+    return "" if module == "kvwire" else f"from {module} import {short}"
+
+
+def described(name: str, example: str, links: Links) -> str:
     """A public name, whole: below its docstring an example, then its members."""
     thing = found(name)
     short = name.rpartition(".")[2]
     parts = [
         f'## <a id="{name}"></a>`{short}`',
-        f"`from {name.rpartition('.')[0]} import {short}`"
-        if name.count(".") > 1 or not name.startswith("kvwire.")
-        else "",
+        f"`{imported(name)}`" if imported(name) else "",
     ]
     if not inspect.isclass(thing):
         parts.append(_fence(_function(short, thing)))

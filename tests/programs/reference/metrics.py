@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Final
 
 from prometheus_client.registry import Collector
 
@@ -15,27 +14,7 @@ from kvwire_store.prometheus import StoreCollector
 from kvwire_vllm.proxy.budget import RetryBudget
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
-from tests.programs.reference.words import table
-
-_INTRODUCTION: Final = """\
-# Metrics
-
-`make reference` writes this page from the code. With the extra `metrics`:
-
-<!-- fragment -->
-```python
-from prometheus_client import REGISTRY
-
-from kvwire.observe.prometheus import CommunicatorCollector
-from kvwire_store.prometheus import StoreCollector
-
-REGISTRY.register(CommunicatorCollector(communicator))
-REGISTRY.register(StoreCollector(store, "prefix-cache"))
-```
-
-kvwire reads the numbers when Prometheus scrapes them, so metrics cost nothing between
-two scrapes. A metric whose name ends in `_total` only grows.
-"""
+from tests.programs.reference import words
 
 
 def page() -> str:
@@ -48,23 +27,16 @@ async def _page() -> str:
         kvwire.open() as communicator,
         kvwire_store.BlockStore.open(["memory:1MiB"], tenants=["a"]) as store,
     ):
-        return "\n".join(
-            (
-                _INTRODUCTION,
-                "## Of a communicator\n",
-                _table(CommunicatorCollector(communicator)),
-                "\n## Of a store\n",
-                _table(StoreCollector(store)),
-                "\n## Of a proxy\n",
-                "At `/metrics` of the [proxy before vLLM](../howto/vllm.md).\n",
-                _table(ProxyCollector(proxy)),
-                "",
-            )
+        return words.page(
+            "metrics.md",
+            _table(CommunicatorCollector(communicator)),
+            _table(StoreCollector(store)),
+            _table(ProxyCollector(proxy)),
         )
 
 
 def _table(collector: Collector) -> str:
-    return table(("name", "labels", ""), _rows(collector))
+    return words.table(("name", "labels", ""), _rows(collector))
 
 
 def _rows(collector: Collector) -> Iterator[tuple[str, str, str]]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import runpy
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 import kvwire
-from tests.programs.reference import FOLDER, PAGES
-from tests.programs.reference.api import TOPICS
-from tests.programs.reference.docstrings import found
-from tests.programs.reference.examples import ELSEWHERE, EXAMPLES, expect_runs
+from kvwire.testing.harness import loopback
+from tests.programs.reference import PAGES
+from tests.programs.reference.api import names
+from tests.programs.reference.docstrings import found, imported
+from tests.programs.reference.words import FOLDER
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -25,9 +29,7 @@ def test_the_page_is_what_the_code_says(name: str) -> None:
 
 def test_every_public_name_has_its_place() -> None:
     """Errors and the configuration have pages of their own."""
-    named = [name for topic in TOPICS for name in topic.names]
-    assert len(named) == len(set(named))
-    placed = {name.rpartition(".")[2] for name in named}
+    placed = {name.rpartition(".")[2] for name in names()}
     elsewhere = {
         name
         for name in kvwire.__all__
@@ -37,14 +39,28 @@ def test_every_public_name_has_its_place() -> None:
     assert set(kvwire.__all__) - elsewhere <= placed
 
 
-def test_every_name_has_an_example() -> None:
-    named = {name for topic in TOPICS for name in topic.names}
-    assert named == {*EXAMPLES, *ELSEWHERE}
+_IMPORTS = ["import asyncio", "import numpy as np", "import kvwire, kvwire_store"]
+_EXAMPLES = {name: one for name, one in names().items() if "```python" in one}
 
 
-@pytest.mark.parametrize("name", {one: name for name, one in EXAMPLES.items()}.values())
+@pytest.mark.parametrize("name", _EXAMPLES)
 async def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    await expect_runs(name, tmp_path)
+    """With what its page has imported, and the names that the page explains."""
+    code = _EXAMPLES[name].partition("```python\n")[2].removesuffix("```")
+    lines = [*_IMPORTS, *filter(None, map(imported, names()))]
+    lines.append("async def main(a, b, ab, ba, cache, folder):")
+    program = tmp_path / "example.py"
+    program.write_text("\n".join(lines) + "\n" + textwrap.indent(code, "    "))
+    folder = tmp_path / "empty"
+    folder.mkdir()
+
+    def cache() -> kvwire.PagedCache:
+        layers = [np.zeros((8, 2, 4, 2, 8), np.float16) for _ in range(2)]
+        return kvwire.PagedCache.of(layers)
+
+    main = runpy.run_path(str(program))["main"]
+    async with loopback() as pair:
+        assert await main(pair.a, pair.b, pair.ab, pair.ba, cache, folder) is None
 
 
 def test_signatures_are_whole() -> None:
@@ -64,7 +80,7 @@ def _has_fields(thing: Any) -> bool:
     return struct or dataclasses.is_dataclass(thing)
 
 
-_VALUES = [name for topic in TOPICS for name in topic.names if _has_fields(found(name))]
+_VALUES = [name for name in names() if _has_fields(found(name))]
 
 
 @pytest.mark.parametrize("name", _VALUES)

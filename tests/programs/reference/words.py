@@ -1,12 +1,17 @@
-"""Docstrings as Markdown."""
+"""Docstrings as Markdown, and pages with tables that are written from the code."""
 
 from __future__ import annotations
 
 import inspect
 import re
 from collections.abc import Iterable
+from typing import Final
 
 from tests.support.docs_site import plain
+from tests.support.tree import ROOT
+
+FOLDER: Final = ROOT / "docs" / "reference"
+_TABLE: Final = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 # An attribute begins a line of its own: "name: text".
 _ATTRIBUTE = re.compile(r"^ {4}(\w+): (.*)$")
@@ -45,10 +50,18 @@ def anchored(name: str) -> str:
     return f'<a id="{name}"></a>`{name}`'
 
 
+def page(name: str, *tables: str) -> str:
+    """A page with these tables in place of its own; the rest is written by hand."""
+    texts = _TABLE.split((FOLDER / name).read_text())
+    assert len(texts) == len(tables) + 1, f"{name} has {len(texts) - 1} tables"
+    pairs = zip(texts, (*tables, ""), strict=True)
+    return "".join(f"{text}{table}" for text, table in pairs)
+
+
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """A table; its cells may hold no bar of their own."""
     lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |"
+    return "".join(
+        "| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |\n"
         for line in lines
     )
