@@ -256,8 +256,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise UsageError(
                 'trust="psk" needs psk_file; `kvwire keygen FILE` makes one'
             )
+        given = "psk_file" if self.psk_file else "psk_accept_files"
         if self.trust != "psk" and (self.psk_file or self.psk_accept_files):
-            raise UsageError('a psk_file is given, so trust must be "psk"')
+            raise UsageError(f'{given} is given, so trust must be "psk"')
         self._check_tls()
         both = set(self.require) & set(self.forbid)
         if both:

@@ -1,8 +1,8 @@
 """Subcommands of other distributions, by the entry-point group ``kvwire.commands``.
 
 Each has the name of a command and ``module:app``, a cyclopts ``App`` of that name. Its
-module is imported when the command is called. ``kvwire --help`` shows the summary of
-its distribution, and so does its own ``--help`` if the app has no help.
+module is imported when the command is called, not for ``kvwire --help``, which shows
+the summary of its distribution. So does its own ``--help`` if the app has no help.
 """
 
 from __future__ import annotations
@@ -18,12 +18,19 @@ import kvwire
 from kvwire.extras import NotInstalledError
 
 GROUP: Final = "kvwire.commands"
-# The packages of kvwire's repository that have commands.
+# The commands of the packages in kvwire's repository: each with its package, and its
+# line in ``kvwire --help``.
 _PACKAGES: Final = {
-    "bench": "certify",
-    "certify": "certify",
-    "session": "engines",
-    "store": "store",
+    "bench": ("certify", "Measure transports on this machine, or between two hosts."),
+    "certify": (
+        "certify",
+        "Cancel, time out, kill and reconnect a transport, and check every byte.",
+    ),
+    "session": ("engines", "Keep the sessions of a llama-server in a store."),
+    "store": (
+        "store",
+        "Serve a KV store to other processes, or inspect and manage one.",
+    ),
 }
 
 
@@ -55,7 +62,8 @@ class Commands:
         """
         claims = self._claims.get(name, ())
         if not claims:
-            if package := _PACKAGES.get(name):
+            if name in _PACKAGES:
+                package, _ = _PACKAGES[name]
                 raise NotInstalledError(
                     f"the command {name!r} needs kvwire-{package}, which is not "
                     f"installed: pip install ./packages/{package} in a clone of kvwire"
@@ -85,5 +93,8 @@ def _owner(point: EntryPoint) -> str:
 
 
 def _summary(point: EntryPoint) -> str:
+    package, line = _PACKAGES.get(point.name, ("", ""))
+    if line and _owner(point) == f"kvwire-{package}":
+        return line
     summary = point.dist.metadata["Summary"] if point.dist else ""
     return f"{summary}."

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.errors import UsageError
-from kvwire.kv.blocks import Ids
+from kvwire.kv.blocks import Ids, any_of
 from kvwire.kv.fragments import Array
 from kvwire.limits import KV_BLOCKS_MAX, KV_GROUPS_MAX
 
@@ -58,14 +58,20 @@ class Ticket(NamedTuple):
         """Return a ticket for some of its blocks, given their positions in it.
 
         Raises:
-            UsageError: It has several groups, a position is out of range, or they are
-                no integers.
+            UsageError: It has several groups, a position is negative or out of range,
+                or they are no integers.
         """
         if len(self.counts) != 1:
             raise UsageError(
                 "positions: the ticket has several groups; split it by group first"
             )
         chosen = positions if isinstance(positions, slice) else _places(positions)
+        # NumPy would count it from the end, and another block would be read.
+        if not isinstance(chosen, slice) and any_of(chosen < 0):
+            raise UsageError(
+                f"positions: {chosen.min()} is negative; pass positions from 0, or a "
+                "slice such as slice(-1, None)"
+            )
         try:
             entries = self.entries[chosen]
         except (IndexError, TypeError) as exc:

@@ -11,6 +11,7 @@ import pytest
 from cyclopts import App
 
 import kvwire
+from kvwire.cli.main import main
 from kvwire.cli.plug_ins import GROUP, Commands
 from kvwire.extras import NotInstalledError
 from tests.support.runs import python
@@ -69,6 +70,18 @@ def test_a_command_is_listed_by_its_distribution_and_runs(place: Place) -> None:
     assert "--word" in shown
     done = place.run("greet", "you")
     assert (done.returncode, done.stdout, done.stderr) == (3, "here: you\n", "")
+
+
+def test_each_command_of_a_package_has_a_line_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A package's summary describes more than one of its commands does."""
+    assert main(["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for point in entry_points(group=GROUP):
+        own = point.load().help
+        assert own
+        assert shown.count(f"{point.name} {own.splitlines()[0]}") == 1
 
 
 def test_the_help_of_a_command_is_its_own(place: Place) -> None:

@@ -608,7 +608,18 @@ async def test_tickets_that_are_forged(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     "positions",
-    [1, "ab", [0.5], [None], [[0, 1]], [True, False, True], {0: 1}, [[0], [1, 2]], [3]],
+    [
+        1,
+        "ab",
+        [0.5],
+        [None],
+        [[0, 1]],
+        [True, False, True],
+        {0: 1},
+        [[0], [1, 2]],
+        [3],
+        [-1],
+    ],
     ids=str,
 )
 async def test_positions_are_integers_within_the_ticket(

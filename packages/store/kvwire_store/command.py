@@ -26,7 +26,10 @@ from kvwire_store.server.messages import StatsReport, TierRow
 from kvwire_store.server.server import StoreServer
 from kvwire_store.store import BlockStore
 
-app: App = App(name="store")
+app: App = App(
+    name="store",
+    help="Serve a KV store to other processes, or inspect and manage one.",
+)
 
 
 @Parameter(name="*")
