@@ -1,12 +1,7 @@
-"""The state diagrams of docs/topics/protocol.md, made from the tables of the code.
-
-``python -m tests.proto.diagrams`` writes them into the page; a test fails when the page
-says something else than the tables.
-"""
+"""The state diagrams of docs/topics/protocol.md, made from the tables of the code."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 from kvwire.proto.handshake import TRANSITIONS, HandshakeState
@@ -21,10 +16,6 @@ from kvwire.proto.state import (
     RequestStage,
 )
 from kvwire.types import Role
-from tests.support.tree import ROOT
-
-PAGE = ROOT / "docs" / "topics" / "protocol.md"
-_BLOCK = re.compile(r"(<!-- diagram: ([\w, ]+) -->\n```mermaid\n).*?(```\n)", re.DOTALL)
 
 Edge = tuple[str, str, str]
 """From, what happens, to; the start and the end are "[*]"."""
@@ -41,17 +32,6 @@ def diagrams() -> dict[str, str]:
     drawn |= {", ".join(kinds): drawing for drawing, kinds in alike.items()}
     drawn["connection"] = _drawn(_connection())
     return drawn
-
-
-def updated(page: str) -> str:
-    """The page with its diagrams drawn anew."""
-    drawn = diagrams()
-    return _BLOCK.sub(lambda block: block[1] + drawn[block[2]] + block[3], page)
-
-
-def named(page: str) -> list[str]:
-    """The names of the diagrams of a page."""
-    return [block[2] for block in _BLOCK.finditer(page)]
 
 
 def _drawn(edges: Iterable[Edge]) -> str:
@@ -92,7 +72,3 @@ def _connection() -> Iterator[Edge]:
         if old is not new:
             yield old.name, what.value, new.name
     yield CloseState.CLOSED.name, "", "[*]"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))

@@ -1,4 +1,4 @@
-"""The tables: every state with every input, and the pictures drawn from them."""
+"""The tables: every state with every input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from kvwire.proto.state import (
     RequestKind,
     RequestStage,
 )
-from tests.proto.diagrams import PAGE, diagrams, named, updated
 
 
 @pytest.mark.rule("KVW-RQ-01", "keeps")
@@ -54,12 +53,3 @@ def test_every_phase_with_every_turn() -> None:
         (CloseState.CLOSED, CloseInput.IDLE),
     }
     assert set(CLOSE_TRANSITIONS.values()) == set(CloseState) - {CloseState.OPEN}
-
-
-def test_the_pictures_are_drawn_from_the_tables() -> None:
-    """Each once; draw them anew with ``python -m tests.proto.diagrams``."""
-    page = PAGE.read_text()
-    assert updated(page) == page, "docs/topics/protocol.md has drifted from the tables"
-    assert sorted(named(page)) == sorted(diagrams())
-    changed = page.replace("MOVING --> DONE: moved", "MOVING --> DONE", 1)
-    assert updated(changed) == page != changed

@@ -1,22 +1,14 @@
-"""The worked examples of docs/topics/protocol-kv-transfers.md, made by the raw client.
-
-``python -m tests.protocol.examples`` writes them into the page; a test fails when the
-page says something else.
-"""
+"""The worked examples of the page about KV transfers, made by the raw client."""
 
 from __future__ import annotations
 
-import re
 import zlib
 
 import msgspec
 
 from tests.protocol import raw_client as raw
 from tests.protocol.raw_plan import Box, Share, plan_digest, plan_text
-from tests.support.tree import ROOT
 
-PAGE = ROOT / "docs" / "topics" / "protocol-kv-transfers.md"
-_BLOCK = re.compile(r"(<!-- example: (\w+) -->\n```text\n).*?(```\n)", re.DOTALL)
 KEY, NONCES = bytes([1]) * 32, bytes([2]) * 32 + bytes([3]) * 32
 WHOLE: Box = (0, 0, 2, 0, 3)
 _LINE_BYTES = 24
@@ -53,17 +45,6 @@ def sides() -> tuple[raw.Side, raw.Side]:
 def examples() -> dict[str, str]:
     """Makes every example, by its name."""
     return {"frames": _frames(), "transfer": _transfer()}
-
-
-def updated(page: str) -> str:
-    """Puts the examples into the page; one that there is not is a KeyError."""
-    made = examples()
-    return _BLOCK.sub(lambda block: block[1] + made[block[2]] + block[3], page)
-
-
-def named(page: str) -> list[str]:
-    """Lists the examples of a page."""
-    return [block[2] for block in _BLOCK.finditer(page)]
 
 
 def _frames() -> str:
@@ -124,7 +105,3 @@ def _listed(*lines: tuple[str, bytes]) -> str:
         for at in range(0, len(data), _LINE_BYTES):
             text += f"  {data[at : at + _LINE_BYTES].hex(' ', -4)}\n"
     return text
-
-
-if __name__ == "__main__":
-    PAGE.write_text(updated(PAGE.read_text()))

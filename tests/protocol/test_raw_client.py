@@ -21,7 +21,7 @@ from kvwire.wire.control import Ping, encode_body
 from kvwire.wire.handshake_messages import key_id as kvwire_key_id
 from kvwire.wire.header import FrameType
 from tests.protocol import raw_client as raw
-from tests.protocol.examples import KEY, NONCES, PAGE, examples, named, sides, updated
+from tests.protocol.examples import KEY, NONCES, examples, sides
 from tests.protocol.raw_plan import Misfit
 from tests.protocol.world import (
     LAYERS,
@@ -362,13 +362,6 @@ async def lost(link: raw.RawLink, address: kvwire.Address) -> raw.RawLink:
 
 CLIENT = ("raw_plan", "raw_client")
 THIRD_PARTIES = {"msgspec", "xxhash"}
-
-
-def test_the_page_has_them() -> None:
-    """Every example once; ``python -m tests.protocol.examples`` writes them."""
-    page = PAGE.read_text()
-    assert sorted(named(page)) == sorted(examples())
-    assert updated(page) == page, f"{PAGE.name} has drifted from the client"
 
 
 def test_kvwire_makes_the_same_frames() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tests.programs.reference import PAGES
-from tests.programs.reference.words import FOLDER
+from tests.support.tree import ROOT
 
 for name, page in PAGES.items():
-    (FOLDER / name).parent.mkdir(exist_ok=True)
-    (FOLDER / name).write_text(page())
+    (ROOT / "docs" / name).write_text(page())

@@ -1,4 +1,4 @@
-"""docs/reference says what the code says, and the code says it of every public name."""
+"""The pages say what the code says, and the code says it of every public name."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvwire.testing.harness import loopback
 from tests.programs.reference import PAGES
 from tests.programs.reference.api import names
 from tests.programs.reference.docstrings import found, imported
-from tests.programs.reference.words import FOLDER
+from tests.support.tree import ROOT
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_page_is_what_the_code_says(name: str) -> None:
-    assert (FOLDER / name).read_text() == PAGES[name](), "run `make reference`"
+    assert (ROOT / "docs" / name).read_text() == PAGES[name](), "run `make reference`"
 
 
 def test_every_public_name_has_its_place() -> None:
@@ -65,11 +65,11 @@ async def test_an_example_runs(name: str, tmp_path: Path) -> None:
 
 def test_signatures_are_whole() -> None:
     """Options of a transfer one by one, keys of Config with their defaults."""
-    text = PAGES["api/connection.md"]()
+    text = PAGES["reference/api/connection.md"]()
     assert "Unpack" not in text
     pull = text.partition('<a id="kvwire.Connection.pull">')[2].partition("###")[0]
     assert "    lease_s: float | None = ...,\n" in pull
-    text = PAGES["api/connect.md"]()
+    text = PAGES["reference/api/connect.md"]()
     assert "Unpack" not in text
     opened = text.partition('<a id="kvwire.open">')[2].partition("## ")[0]
     assert "    lease_s: float = 30.0,\n" in opened
@@ -96,7 +96,9 @@ def test_each_field_is_described_once(name: str) -> None:
 
 def test_only_bytes_have_binary_units() -> None:
     """1024 messages are no KiB of them."""
-    rows = [line.split(" | ") for line in PAGES["configuration.md"]().splitlines()]
+    rows = [
+        line.split(" | ") for line in PAGES["reference/configuration.md"]().splitlines()
+    ]
     cells = {row[0].split("`")[1]: row[1:3] for row in rows[2:] if "`" in row[0]}
     for key, texts in cells.items():
         assert key.endswith("_bytes") or "iB" not in "".join(texts), key

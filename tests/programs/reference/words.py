@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tests.support.docs_site import plain
 from tests.support.tree import ROOT
 
 FOLDER: Final = ROOT / "docs" / "reference"
+_BLOCK: Final = re.compile(
+    r"(<!-- (?:diagram|example): ([\w, ]+) -->\n```\w+\n).*?(```\n)", re.DOTALL
+)
 _TABLE: Final = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
 
 # An attribute begins a line of its own: "name: text".
@@ -56,6 +59,13 @@ def page(name: str, *tables: str) -> str:
     assert len(texts) == len(tables) + 1, f"{name} has {len(texts) - 1} tables"
     pairs = zip(texts, (*tables, ""), strict=True)
     return "".join(f"{text}{table}" for text, table in pairs)
+
+
+def with_blocks(page: str, made: Mapping[str, str]) -> str:
+    """A page of docs with these blocks in place of its own, each below its name."""
+    text = (FOLDER.parent / page).read_text()
+    assert sorted(block[2] for block in _BLOCK.finditer(text)) == sorted(made)
+    return _BLOCK.sub(lambda block: block[1] + made[block[2]] + block[3], text)
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
