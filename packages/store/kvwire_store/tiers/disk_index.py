@@ -12,7 +12,6 @@ that were being overwritten, so each image is verified before it is trusted.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator
@@ -37,7 +36,7 @@ from kvwire_store.limits import (
 from kvwire_store.namespace import DIGEST_BYTES, ORDERS, Namespace
 from kvwire_store.tiers.slabs import GRAIN_BYTES
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """The format's version, for the tables and the file of images."""
 
 _SETTINGS: Final = (
@@ -57,26 +56,18 @@ _TABLES: Final = (
         nbytes INTEGER NOT NULL, checksum INTEGER NOT NULL, serial INTEGER NOT NULL
     )""",
     # A pin applies only to the row with this serial number in this slot, not to later
-    # rows.
-    "CREATE TABLE pins (slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL)",
+    # rows. It ends at a time in seconds since 1970; infinity for never.
+    """CREATE TABLE pins (
+        slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL, until REAL NOT NULL
+    )""",
     f"PRAGMA user_version={FORMAT}",
 )
-# Made when a directory is opened. A kvwire that does not know this table writes pins
-# without an end.
-_ENDS: Final = """CREATE TABLE IF NOT EXISTS timed_pins (
-    slot INTEGER PRIMARY KEY, serial INTEGER NOT NULL, until REAL NOT NULL
-)"""
 _PIN: Final = """
-    INSERT OR REPLACE INTO pins SELECT slot, serial FROM blocks WHERE slot=? AND key=?
-"""
-_PIN_UNTIL: Final = """
-    INSERT OR REPLACE INTO timed_pins SELECT slot, serial, ? FROM blocks
+    INSERT OR REPLACE INTO pins SELECT slot, serial, ? FROM blocks
     WHERE slot=? AND key=?
 """
 _PINS: Final = """
-    SELECT slot, 9e999 FROM pins NATURAL JOIN blocks
-    UNION ALL SELECT slot, until FROM timed_pins NATURAL JOIN blocks
-    WHERE typeof(until) = 'real'
+    SELECT slot, until FROM pins NATURAL JOIN blocks WHERE typeof(until) = 'real'
 """
 # In SQLite any text is greater than any number, but a BETWEEN two numbers excludes it.
 _ROWS: Final = """
@@ -227,15 +218,12 @@ class DiskIndex:
         """Mark blocks' rows as pinned until their ends, or unpinned if None."""
         listed = slots.tolist()
         with self._transaction():
-            for table in ("pins", "timed_pins"):
-                delete = f"DELETE FROM {table} WHERE slot=?"  # noqa: S608 - one of two names
-                self._db.executemany(delete, ((slot,) for slot in listed))
-            if ends is not None:
-                named = list(zip(listed, keys.tolist(), ends.tolist(), strict=True))
-                for_ever = [row[:2] for row in named if row[2] == math.inf]
-                self._db.executemany(_PIN, for_ever)
-                timed = [(row[2], *row[:2]) for row in named if row[2] < math.inf]
-                self._db.executemany(_PIN_UNTIL, timed)
+            if ends is None:
+                gone = ((slot,) for slot in listed)
+                self._db.executemany("DELETE FROM pins WHERE slot=?", gone)
+            else:
+                named = zip(ends.tolist(), listed, keys.tolist(), strict=True)
+                self._db.executemany(_PIN, named)
 
     def pins(self) -> tuple[Ids, Times]:
         """Return the slots with pinned rows, and their end times."""
@@ -269,7 +257,6 @@ class DiskIndex:
             self._db.execute(f"PRAGMA {setting}")
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version == FORMAT:
-            self._db.execute(_ENDS)
             return
         if version or self._db.execute("SELECT 1 FROM sqlite_master").fetchall():
             raise UsageError(
@@ -277,7 +264,7 @@ class DiskIndex:
                 f"{FORMAT}; choose another directory, or delete this one"
             )
         with self._transaction(synced=True):
-            for statement in (*_TABLES, _ENDS):
+            for statement in _TABLES:
                 self._db.execute(statement)
             self._db.execute("INSERT INTO tier VALUES (?, 1)", (slab_bytes,))
 

@@ -121,7 +121,7 @@ def test_a_later_format_and_another_database_are_refused(
         (f"PRAGMA user_version={FORMAT + 1}", FORMAT + 1),
     ):
         change(tmp_path, statement)
-        said = f"it has format {found}, and this version of kvwire reads 2"
+        said = f"it has format {found}, and this version of kvwire reads {FORMAT}"
         with pytest.raises(UsageError, match=said), opened(tmp_path):
             pass
 
