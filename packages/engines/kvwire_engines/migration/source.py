@@ -22,7 +22,7 @@ from typing import Any, Final, Literal, Protocol
 from kvwire import Connection, Outgoing
 from kvwire.errors import KVWireError, UsageError, shown
 from kvwire.kv.paged import PagedCache
-from kvwire.migration.messages import (
+from kvwire_engines.migration.messages import (
     MIGRATION_ROUNDS_MAX,
     MIGRATION_STATE_BYTES_MAX,
     MIGRATION_TAG,

@@ -12,8 +12,8 @@ import pytest
 
 import kvwire
 from kvwire import limits
-from kvwire.migration import MigrationTarget, migrate
-from kvwire.migration.messages import (
+from kvwire_engines.migration import MigrationTarget, migrate
+from kvwire_engines.migration.messages import (
     MIGRATION_ROUNDS_MAX,
     MIGRATION_STATE_BYTES_MAX,
     MIGRATION_TAG,
@@ -25,8 +25,8 @@ from kvwire.migration.messages import (
     encode,
     transfer_id,
 )
-from kvwire.migration.target import MIGRATIONS_MAX
-from tests.migration.engines import SIZE, Host, Request, engines
+from kvwire_engines.migration.target import MIGRATIONS_MAX
+from packages.engines.tests.migration.engines import SIZE, Host, Request, engines
 from tests.support.caches import SPEC, Memory
 from tests.support.pairs import Pair, connected, until
 
