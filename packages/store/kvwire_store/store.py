@@ -47,7 +47,7 @@ from kvwire_store.counters import StoreCounters
 from kvwire_store.index import Index
 from kvwire_store.limits import STORE_KEYS_MAX
 from kvwire_store.management import HashTokens, StoreManagement
-from kvwire_store.operations.asked import Asked, AskedGet
+from kvwire_store.operations.asked import Asked, AskedGet, LaterFills
 from kvwire_store.operations.base import Operation
 from kvwire_store.operations.get import GetOperation
 from kvwire_store.operations.group_request import (
@@ -110,6 +110,7 @@ class BlockStore(StoreManagement):
         )
         keep = memory.choice("keep", ("yes", "no"), "yes")
         self._tiers.memory.keeps = keep == "yes"
+        self._later = LaterFills(self._tiers.memory)
         self._live: dict[asyncio.Future[Any], Operation | AskedGet] = {}
         self._calls = set()
         # The close functions of this store's servers.
@@ -428,6 +429,7 @@ class BlockStore(StoreManagement):
         self._closed = True
         while under_way := (*self._live, *self._calls):
             await asyncio.wait(under_way)
+        self._later.fill()
         await self._tiers.memory.settle()
         if self._open:
             await self._tiers.memory.empty()
@@ -533,21 +535,8 @@ class BlockStore(StoreManagement):
                 over.fail(exc)
         else:
             over.follow(start_task(rest.run()))
-        if not get.keeps:
-            return
-        # The caller goes on first, in the turn after the next one. A close waits.
-        loop = over.get_loop()
-        kept = loop.create_future()
-        self._calls.add(kept)
-        loop.call_soon(loop.call_soon, self._keep, get, kept)
-
-    def _keep(self, get: AskedGet, kept: asyncio.Future[None]) -> None:
-        """Copy a get's blocks into the memory tier, after its caller went on."""
-        try:
-            get.keep()
-        finally:
-            self._calls.remove(kept)
-            kept.set_result(None)
+        if get.keeps:
+            self._later.add(get, over.get_loop())
 
     def _begin(self, work: Operation) -> asyncio.Task[Any]:
         """Start an operation in a task; a close waits for it."""

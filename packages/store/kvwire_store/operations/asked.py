@@ -2,31 +2,42 @@
 
 It requests all of its blocks at once. In the callback in which the answer arrives, the
 images are copied straight into the caller's blocks, and the caller is woken. Memory
-gets its copies after that, as far as there is room without waiting. If the answer lacks
-blocks, a :class:`GetOperation` continues with these.
+gets its copies after that, those of several gets together, as far as there is room
+without waiting. If the answer lacks blocks, a :class:`GetOperation` continues with
+these.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from time import monotonic
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import numpy as np
 
 from kvwire.kv.blocks import Bits, BlockLists
+from kvwire.kv.fragments import Fragments
 from kvwire.kv.outcome import Outcome, Timings, outcome_of_all
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanTemplate
-from kvwire.memory.copy import copy
+from kvwire.limits import MIB
+from kvwire.memory.copy import address_of, copy
+from kvwire_store.namespace import Namespace
 from kvwire_store.operations.get import GetOperation
 from kvwire_store.operations.group_request import BlockRequest
 from kvwire_store.tier_stack import TierStack
 from kvwire_store.tiers.base import Tier, TierAnswer
+from kvwire_store.tiers.memory import MemoryTier
 
 logger: logging.Logger = logging.getLogger("kvwire.store")
+
+# Copied into memory in some 100 us.
+_TOGETHER_BYTES: Final = MIB
+# Long enough for gets in a row, and short beside the use of memory.
+_TOGETHER_S: Final = 0.05
 
 Asked = tuple[PagedCache, BlockLists, PlanTemplate]
 
@@ -44,7 +55,11 @@ class AskedGet:
     Attributes:
         blocks: The number of blocks.
         drained: Set when nothing touches the caller's blocks any more.
-        keeps: Whether memory gets copies; then call :meth:`keep` after the answer.
+        keeps: Whether memory gets copies; then pass it to :class:`LaterFills` after the
+            answer.
+        answer: The answer, once it is there.
+        born: When the blocks count as put, for tenants whose blocks expire.
+        tenant: The number of the tenant that owns them.
     """
 
     verb: ClassVar[str] = "get"
@@ -58,19 +73,18 @@ class AskedGet:
     ) -> None:
         self._created = monotonic()
         self._tiers = tiers
-        self._request = request
+        self.request: BlockRequest = request
         self._asked = asked
         self._act = answered
         self.blocks: int = request.keys.size
         self.drained: asyncio.Event = asyncio.Event()
         self.keeps: bool = tiers.memory.keeps
         named = request.namespace.tenant
-        self._tenant = tiers.tenants.number(named) if named else 0
+        self.tenant: int = tiers.tenants.number(named) if named else 0
         # When the answer was there, and when the caller's blocks had its images.
         self._first = self._last = 0.0
-        # When the blocks count as put, for tenants whose blocks expire.
-        self._born: float | None = None
-        self._answer: TierAnswer | None = None
+        self.born: float | None = None
+        self.answer: TierAnswer | None = None
 
     @property
     def age_s(self) -> float:
@@ -81,17 +95,16 @@ class AskedGet:
         """Request all blocks from a tier; return whether they were requested."""
         memory = self._tiers.memory
         index = memory.index
-        request = self._request
+        request = self.request
         keys = request.keys
         nbytes = request.namespace.image_bytes
-        if (
-            request.repeats
-            or not index.fits(nbytes, self._tenant)
-            or memory.has_any(keys)
-        ):
+        if memory.has_any(keys):
+            memory.in_flight.hurry()
+            return False
+        if request.repeats or not index.fits(nbytes, self.tenant):
             return False
         if index.shares.expire:
-            self._born = index.now()
+            self.born = index.now()
         if self.keeps:
             # Until they are in memory, other calls wait for these blocks.
             memory.in_flight.begin(keys)
@@ -108,7 +121,7 @@ class AskedGet:
         self.drained.set()
         ended = monotonic()
         tiers = self._tiers
-        request = self._request
+        request = self.request
         namespace = request.namespace
         tiers.namespaces[namespace.digest] = namespace
         for tier in tiers.below[1:]:  # the first one has counted this use
@@ -124,37 +137,6 @@ class AskedGet:
         _, lists, template = self._asked
         return outcome_of_all(template, lists, timings, 1, template.nbytes)
 
-    def keep(self) -> None:
-        """Copy the blocks that have arrived into memory, as far as there is room."""
-        answer = self._answer
-        try:
-            if answer is not None and answer.images:
-                self._copy(answer)
-        finally:
-            self._answer = None
-            self._tiers.memory.in_flight.end(self._request.keys)
-
-    def _copy(self, answer: TierAnswer) -> None:
-        keys = self._request.keys
-        orders = np.frombuffer(answer.orders, np.uint8)
-        below: Bits | bool = True
-        if answer.kept:
-            below = np.frombuffer(answer.kept, np.bool_)
-        if answer.landed is not None:
-            here = answer.landed
-            keys = keys[here]
-            orders = orders[here]
-            below = below if isinstance(below, bool) else below[here]
-        self._tiers.memory.fill_now(
-            keys,
-            answer.images,
-            self._request.namespace.image_bytes,
-            self._tenant,
-            orders,
-            born=self._born,
-            below=below,
-        )
-
     def _answered(self, answer: TierAnswer | None) -> None:
         work: GetOperation | None = None
         try:
@@ -165,7 +147,7 @@ class AskedGet:
             logger.exception("the blocks of an answer are requested again")
             work = self._rest(None)
         else:
-            self._answer = answer
+            self.answer = answer
         self._act(self, work)
 
     def _arrived(self, answer: TierAnswer) -> bool:
@@ -174,16 +156,106 @@ class AskedGet:
         if answer.landed is not None or orders.count(orders[0]) < self.blocks:
             return False
         self._first = monotonic()
-        copy(answer.images, self._request.all_fragments(orders[0]))
+        copy(answer.images, self.request.all_fragments(orders[0]))
         self._last = monotonic()
         return True
 
     def _rest(self, answer: TierAnswer | None) -> GetOperation:
         """Return the work that is left after an answer, or without one."""
-        work = GetOperation(self._tiers, (self._request,))
+        work = GetOperation(self._tiers, (self.request,))
         work.created = self._created
         work.drained = self.drained
         work.asked = self._asked
         if answer is not None:
-            work.took(self._request, self._tiers.below[0], answer)
+            work.took(self.request, self._tiers.below[0], answer)
         return work
+
+
+class LaterFills:
+    """Copies the blocks of gets into memory, several gets together.
+
+    Most of what a fill costs is the same for one block and for many. A call that needs
+    one of these blocks waits for none of this: it has them filled at once, by
+    :attr:`InFlightFills.hurry`. One event loop.
+    """
+
+    def __init__(self, memory: MemoryTier) -> None:
+        self._memory = memory
+        memory.in_flight.hurry = self.fill
+        # bounded: _TOGETHER_BYTES, and the answers of one turn of the loop
+        self._gets: list[AskedGet] = []
+        self._nbytes = 0
+        self._timer: asyncio.Handle | None = None
+
+    def add(self, get: AskedGet, loop: asyncio.AbstractEventLoop) -> None:
+        """Copy a get's blocks, after its caller has gone on."""
+        if get.answer is None or not get.answer.images:
+            self._memory.in_flight.end(get.request.keys)
+            return
+        self._gets.append(get)
+        before = self._nbytes
+        self._nbytes = before + len(get.answer.images)
+        if before < _TOGETHER_BYTES <= self._nbytes:
+            # The caller goes on first, in the turn after the next one.
+            loop.call_soon(loop.call_soon, self.fill)
+        elif not before:
+            self._timer = loop.call_later(_TOGETHER_S, self.fill)
+
+    def fill(self) -> None:
+        """Copy all blocks that wait here, as far as there is room."""
+        gets = self._gets
+        if not gets:
+            return
+        self._gets = []
+        self._nbytes = 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        try:
+            for (namespace, _), alike in groupby(gets, _kind):
+                self._fill(namespace, [*alike][::-1])  # the last get is used last
+        except Exception:
+            # Its callers have these blocks already.
+            logger.exception("blocks that have landed could not be kept in memory")
+        finally:
+            for get in gets:
+                self._memory.in_flight.end(get.request.keys)
+
+    def _fill(self, namespace: Namespace, gets: Sequence[AskedGet]) -> None:
+        """Copy the blocks of gets that differ in nothing else."""
+        first = gets[0]
+        answers = [get.answer for get in gets if get.answer is not None]
+        lines = [answer.images for answer in answers]
+        keys = np.concatenate([get.request.keys for get in gets])
+        orders = np.frombuffer(b"".join([a.orders for a in answers]), np.uint8)
+        below: Bits | bool = True
+        if answers[0].kept:
+            below = np.frombuffer(answers[0].kept, np.bool_)
+        if answers[0].landed is not None:
+            here = answers[0].landed
+            keys = keys[here]
+            orders = orders[here]
+            below = below if isinstance(below, bool) else below[here]
+        images = Fragments(
+            np.array(list(map(address_of, lines)), np.uint64),
+            np.array(list(map(len, lines)), np.uint64),
+            owner=lines,
+            writable=False,
+        )
+        self._memory.fill_now(
+            keys,
+            images,
+            namespace.image_bytes,
+            first.tenant,
+            orders,
+            born=first.born,
+            below=below,
+        )
+
+
+def _kind(get: AskedGet) -> tuple[Namespace, object]:
+    """Return what gets have in common whose blocks are copied together."""
+    answer = get.answer
+    assert answer is not None
+    plain = answer.landed is None and not answer.kept and get.born is None
+    return get.request.namespace, None if plain else get

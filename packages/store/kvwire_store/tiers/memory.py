@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
+from collections.abc import Callable
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -31,8 +32,9 @@ import numpy.typing as npt
 
 from kvwire.aio import start_task
 from kvwire.kv.blocks import Bits, Ids, all_of
-from kvwire.kv.fragments import Array, Fragments
+from kvwire.kv.fragments import Array, Fragments, Payload
 from kvwire.memory.arena import Arena, may_share
+from kvwire.memory.buffers import slice_payload
 from kvwire.memory.copy import copy
 from kvwire.memory.generations import Generations
 from kvwire_store.images import line_of, rows
@@ -255,7 +257,7 @@ class MemoryTier:
     def fill_now(
         self,
         keys: Keys,
-        line: memoryview,
+        images: Payload,
         nbytes: int,
         tenant: int,
         orders: Orders | int,
@@ -271,7 +273,7 @@ class MemoryTier:
 
         Args:
             keys: The blocks' keys, each once.
-            line: Their images, one after the other.
+            images: Their images, one after the other.
             nbytes: The bytes of an image.
             tenant: The number of the tenant that owns them.
             orders: The order of each image, or of all.
@@ -288,7 +290,8 @@ class MemoryTier:
             self.give_back(taken)
             return 0
         try:
-            copy(line[: count * nbytes], self.images(taken, nbytes))
+            come = slice_payload(images, 0, count * nbytes)
+            copy(come, self.images(taken, nbytes))
         except BaseException:
             self.give_back(taken)
             raise
@@ -543,11 +546,13 @@ class InFlightFills:
     Attributes:
         begun: The number of fills so far; if unchanged, no block has arrived in memory.
         ends: For each key being filled, the event that is set at the end of its fill.
+        hurry: Ends fills that are put off, for a call that needs one of their blocks.
     """
 
     def __init__(self) -> None:
         self.begun: int = 0
         self.ends: dict[Key, asyncio.Event] = {}
+        self.hurry: Callable[[], object] = lambda: None
 
     def __len__(self) -> int:
         """Return the number of blocks that are being filled."""
@@ -580,6 +585,8 @@ class InFlightFills:
         """
         for key in keys.tolist():
             if key in self.ends:
-                await self.ends[key].wait()
+                self.hurry()
+                if key in self.ends:
+                    await self.ends[key].wait()
                 return True
         return False
