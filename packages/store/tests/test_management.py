@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from kvwire import UsageError
 from kvwire.kv.blocks import Ids
 from kvwire_store import BlockStore
 from kvwire_store.keys import Keys, as_keys
@@ -62,17 +61,6 @@ async def test_what_is_deleted_is_in_no_tier(tiers: list[str]) -> None:
         assert await store.delete_all(cache) == 8
         assert await store.match(B, cache) == 0
         assert await store.match(A, cache, tenant="t") == 1
-
-
-async def test_a_tenant_that_there_is_not_is_refused() -> None:
-    cache = Filled(seed=1).cache
-    async with BlockStore.open(["memory:64KiB"], tenants=["t"]) as store:
-        with pytest.raises(UsageError, match="the tenants are t"):
-            store.put(A, cache, range(4), tenant="u")
-        with pytest.raises(UsageError, match="the tenants are t"):
-            await store.match(A, cache, tenant="u")
-        with pytest.raises(UsageError, match="the tenants are t"):
-            await store.delete_all(tenant="u")
 
 
 async def test_a_delete_waits_for_who_writes_and_deletes_that_too() -> None:
@@ -228,19 +216,6 @@ def _slots(store: BlockStore, hashes: list[bytes]) -> Ids:
     return inside.tiers(store).memory.index.find(
         as_keys(NAMESPACE.digest + one for one in hashes)
     )
-
-
-async def test_what_a_disk_cannot_note_is_not_pinned(tmp_path: Path) -> None:
-    tiers = ["memory:16KiB", f"disk:{tmp_path}?size=128KiB&slab=64KiB"]
-    cache = Filled(seed=1).cache
-    async with BlockStore.open(tiers) as store:
-        await store.put(A + B, cache, range(8))
-        assert await store.match(A, cache) == 4
-        (tier,) = inside.tiers(store).below
-        rows = tier.rows  # type: ignore[attr-defined]
-        rows._db.execute("DROP TABLE pins")
-        assert (await store.pin(A, cache)).prefix < 4
-        assert "no such table" in store.report[tiers[1]]
 
 
 async def test_a_quota_and_an_age_hold_in_each_tier_and_after_a_restart(

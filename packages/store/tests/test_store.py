@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvwire import ClosedOK, KVSpec, PagedCache, UsageError
-from kvwire.kv import plan as plan_module
 from kvwire.kv.layout import Layout
 from kvwire.memory.container import MemoryLimit
 from kvwire_certify.conformance.rig import open_descriptors
@@ -87,26 +86,6 @@ async def test_no_blocks_are_an_empty_result(tmp_path: Path) -> None:
             # Another time, with the plan of the first.
             assert (await call([], Filled().cache, [])).complete
         assert await store.match([]) == 0
-
-
-async def test_a_call_of_known_size_plans_nothing_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    planned: list[object] = []
-    template = plan_module.PlanTemplate
-
-    def counted(*args: Any) -> plan_module.PlanTemplate:
-        planned.append(args)
-        return template(*args)
-
-    monkeypatch.setattr(plan_module, "PlanTemplate", counted)
-    hashes, have, want = chain(9), Filled(seed=1).cache, Filled().cache
-    async with BlockStore.open(MEMORY) as store:
-        for first in range(0, 9, 3):
-            some = hashes[first : first + 3]
-            assert (await store.put(some, have, [3, 1, 4])).complete
-            assert (await store.get(some, want, [0, 2, 5])).complete
-    assert len(planned) == 2, "one for puts of three blocks, one for gets"
 
 
 @pytest.mark.parametrize("tier", ["memory", "below"])

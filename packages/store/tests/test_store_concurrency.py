@@ -299,15 +299,6 @@ async def test_awaits_that_were_cancelled_are_not_kept_until_the_end() -> None:
     assert get.done()
 
 
-async def test_close_waits_for_what_was_begun(tmp_path: Path) -> None:
-    source, hashes = Filled(BLOCKS, seed=1), chain(BLOCKS)
-    store = store_on(await disk(tmp_path))
-    request = store.put(hashes, source.cache, IDS)
-    await asyncio.gather(store.close(), store.close())
-    assert request.done()
-    assert (await request).complete
-
-
 async def test_blocks_that_leave_memory_stay_readable(tmp_path: Path) -> None:
     """While a disk takes them; and nothing else gets their slots before it has."""
     gate = Gate()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -16,7 +14,6 @@ import pytest
 import kvwire
 from kvwire import UsageError
 from kvwire.memory.generations import Generations
-from kvwire.security.keys import write_key_file
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store.host_blocks import HostBlocks
 from kvwire_store.server.client import ask_report
@@ -285,24 +282,6 @@ async def test_a_killed_server_is_missed_and_found_again() -> None:
                 assert (await store.get(chain(4), target.cache, range(4))).complete
 
 
-async def test_a_server_killed_while_it_is_read() -> None:
-    names = names_of(16)
-    source = StampedCache(SPEC, 16)
-    for block, name in enumerate(names):
-        source.write(block, int(name))
-    target = StampedCache(SPEC, 16)
-    async with serving("--tier", "memory:1MiB") as server:
-        async with BlockStore.open([SMALL, server.where]) as store:
-            await store.put(names, source.cache, range(16))
-        async with reading(server.where) as store:
-            server.signal(signal.SIGKILL)
-            while tier_of(store, RemoteTier).mapped is not None:
-                outcome = await store.get(names, target.cache, range(16))
-                for block in outcome.landed.ids().tolist():
-                    assert not target.wrong(block, int(names[block]))
-                await asyncio.sleep(0)
-
-
 READER = """
 import asyncio, sys
 import kvwire
@@ -342,40 +321,6 @@ async def test_a_killed_reader_holds_nothing() -> None:
 
 
 # --- an index that lies ---------------------------------------------------------------
-
-
-async def test_an_index_that_is_overwritten_at_random() -> None:
-    """Its reader gets what it asked for, from the server if not in place."""
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    rng = np.random.default_rng(seed)
-    names = names_of(64)
-    source = StampedCache(SPEC, 64)
-    for block, name in enumerate(names):
-        source.write(block, int(name))
-    target = StampedCache(SPEC, 8)
-    async with (
-        BlockStore.open(["memory:512KiB"]) as served,
-        StoreServer(served, "127.0.0.1:0") as server,
-        reading(f"kvwire://{server.address}") as store,
-    ):
-        await served.put(names, source.cache, range(64))
-        shared = inside.tiers(served).memory.share()
-        assert shared is not None
-        table = shared.words.view(np.uint8)
-        whole = table.copy()
-        for _ in range(examples(50)):
-            many = int(rng.integers(1, table.size))
-            at = rng.integers(0, table.size, many)
-            table[at] = rng.integers(0, 256, many, np.uint8)
-            some = rng.choice(64, int(rng.integers(1, 9)), replace=False).tolist()
-            wanted = [names[number] for number in some]
-            outcome = await store.get(wanted, target.cache, range(len(some)))
-            for block in outcome.landed.ids().tolist():
-                assert not target.wrong(block, int(wanted[block]))
-            table[:] = whole
-        assert await store.match(names, target.cache) == 64
-        del table, shared  # or the store's memory stays
 
 
 @pytest.mark.parametrize(
@@ -423,24 +368,6 @@ def test_an_image_that_would_end_behind_its_slab_is_not_found() -> None:
 
 
 # --- who may --------------------------------------------------------------------------
-
-
-async def test_tenants_are_not_read_in_place(tmp_path: Path) -> None:
-    """Their blocks share slabs, and none of them may see another's."""
-    for who in ("x", "all"):
-        write_key_file(tmp_path / who)
-    async with (
-        BlockStore.open(["memory:128KiB"], tenants=[f"x?key={tmp_path}/x"]) as served,
-        StoreServer(served, "127.0.0.1:0", psk_file=str(tmp_path / "all")) as server,
-    ):
-        for who in ("x", "all"):
-            where = f"kvwire://{server.address}?psk_file={tmp_path}/{who}"
-            async with BlockStore.open([SMALL, where]) as store:
-                cache = Filled(seed=1).cache
-                assert (await store.put(chain(4, who), cache, range(4))).complete
-                assert await store.match(chain(4, who), cache) == 4
-                assert tier_of(store, RemoteTier).mapped is None
-        assert inside.tiers(served).memory.index.shared is None
 
 
 async def test_a_server_may_forbid_it() -> None:

@@ -106,6 +106,7 @@ async def test_no_tenant_maps_the_memory_of_all(
             assert (await store.get(A[:2], cache, [0, 1])).complete
             assert mapped("kvwire-staging")
             assert not mapped("kvwire-store")
+        assert inside.tiers(served).memory.index.shared is None
 
 
 async def test_a_tenant_is_told_of_itself_and_the_operator_of_all(shop: Shop) -> None:

@@ -63,16 +63,6 @@ async def test_an_order_that_is_another_one_is_damage(tmp_path: Path) -> None:
         assert store.stats()[tiers(tmp_path)[1]].damaged_blocks == 16
 
 
-async def test_an_index_that_is_damaged_is_said_at_once(tmp_path: Path) -> None:
-    await put_before(*tiers(tmp_path))
-    index = tmp_path / "index.sqlite"
-    data = bytearray(index.read_bytes())
-    data[4096:] = bytes(len(data) - 4096)
-    index.write_bytes(data)
-    with pytest.raises(UsageError, match="malformed; delete the directory, or use"):
-        await BlockStore.open(tiers(tmp_path))
-
-
 @pytest.mark.parametrize(
     "statement",
     [
@@ -134,22 +124,6 @@ async def test_an_index_that_is_none_is_refused_with_a_remedy(
         await BlockStore.open(tiers(tmp_path))
 
 
-async def test_damage_is_a_reason(tmp_path: Path) -> None:
-    source, hashes = await put_before(*tiers(tmp_path), count=4)
-    flip(tmp_path, source, 2)
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        assert await store.match(hashes) == 4
-        outcome = await store.get(hashes, Filled().cache, IDS[:4])
-        assert dict(outcome.missing) == {
-            ("kv", 2): f"its bytes in {tiers(tmp_path)[1]} are damaged"
-        }
-        assert outcome.usable_prefix == 2
-        assert await store.match(hashes) == 2
-        assert store.stats()[tiers(tmp_path)[1]].damaged_blocks == 1
-    async with BlockStore.open(tiers(tmp_path)) as store:
-        assert await store.match(hashes) == 2
-
-
 @pytest.mark.parametrize("kept", [None, 0.01, 0.1, 0.2])
 async def test_a_file_that_was_cut_short_or_is_gone(
     tmp_path: Path, kept: float | None
@@ -208,25 +182,6 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
         assert await landed(store, source, hashes) == IDS[:8]
 
 
-async def test_a_tier_that_has_written_is_noted_as_open_until_it_is_closed(
-    tmp_path: Path,
-) -> None:
-    """Or a process that is killed leaves rows that are taken at their word."""
-    source, _ = await put_before(*tiers(tmp_path / "kv"))
-    async with BlockStore.open(tiers(tmp_path / "kv")) as store:
-        for name in ("", "new"):
-            assert (await store.put(chain(4, name), source.cache, IDS[:4])).complete
-            shutil.copytree(tmp_path / "kv", tmp_path / f"killed {name}")
-    folders = ("killed ", "killed new", "kv")
-    assert [closed_in_order(tmp_path / name) for name in folders] == [1, 0, 1]
-
-
-def closed_in_order(path: Path) -> int:
-    with closing(sqlite3.connect(path / "index.sqlite")) as db:
-        (found,) = db.execute("SELECT closed FROM tier").fetchone()
-    return int(found)
-
-
 @pytest.mark.parametrize("by", ["key", "namespace"])
 async def test_what_is_being_written_is_deleted_once_it_is_there(
     tmp_path: Path, by: str
@@ -252,32 +207,6 @@ async def test_what_is_being_written_is_deleted_once_it_is_there(
     await deleting
     assert (await tier.find(batch.keys) == ABSENT).all()
     await tier.close()
-
-
-async def test_what_a_failed_write_was_over_is_not_found_again(tmp_path: Path) -> None:
-    """Its row would else be there, be taken at its word, and have no image."""
-    faults, small = Faults(), blocks_of(SPEC, 17)
-    tier = await disk(tmp_path, "64KiB&slab=64KiB", hook=faults)
-    assert (await tier.write(*small(range(16))) == BlockResult.LANDED).all()
-    faults.torn("pwritev", errno.EIO)
-    assert (await tier.write(*small([16])) == BlockResult.FAILED).all()
-    faults.failing.clear()
-    await tier.close()
-    await expect_whole(tmp_path, small, range(17), found=15)
-
-
-async def test_what_another_size_was_written_over_is_not_found_again(
-    tmp_path: Path,
-) -> None:
-    """A slab of one size, then of another, then of the first again."""
-    small = blocks_of(SPEC, 17)
-    large = blocks_of(replace(SPEC, layers=40), 3)
-    tier = await disk(tmp_path, "64KiB&slab=64KiB")
-    assert (await tier.write(*small(range(16))) == BlockResult.LANDED).all()
-    assert (await tier.write(*large([0, 1])) == BlockResult.LANDED).all()
-    assert (await tier.write(*small([16])) == BlockResult.LANDED).all()
-    await tier.close()
-    await expect_whole(tmp_path, small, range(17), found=1)
 
 
 async def test_a_row_in_doubt_that_was_evicted_is_not_found_again(
@@ -495,37 +424,6 @@ async def test_without_a_thread_a_block_is_refused_and_later_taken(
         assert (await store.put(other, source.cache, IDS)).complete
         await store.flush()
         assert await landed(store, source, other) == IDS
-        assert await landed(store, source, hashes) == IDS
-
-
-async def test_a_flush_brings_down_what_was_written_back(tmp_path: Path) -> None:
-    source, hashes = Filled(seed=1), chain(16)
-    faults = Faults()
-    tier = await disk(tmp_path, hook=faults)
-    async with store_on(tier, write="back") as store:
-        await store.put(hashes, source.cache, IDS)
-        assert tier.stats().blocks == 0
-        faults.full()
-        with pytest.raises(OSError, match=r"in memory only: disk:.*No space left"):
-            await store.flush()
-        faults.failing.clear()
-        await store.flush()
-        assert tier.stats().blocks == 16
-        assert store.stats()["memory:128KiB"].blocks == 16
-
-
-async def test_a_directory_stays_the_one_that_was_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process may change its working directory while its store is open."""
-    monkeypatch.chdir(tmp_path)
-    source, hashes = Filled(seed=1), chain(16)
-    async with BlockStore.open(["memory:128KiB", "disk:kv?size=1MiB"]) as store:
-        (tmp_path / "other").mkdir()
-        monkeypatch.chdir("other")
-        assert (await store.put(hashes, source.cache, IDS)).complete
-        await store.flush()
-    async with BlockStore.open(tiers(tmp_path / "kv")) as store:
         assert await landed(store, source, hashes) == IDS
 
 

@@ -359,30 +359,6 @@ async def test_a_host_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tier_of(store, ObjectTier).reason
 
 
-async def test_no_request_goes_on_after_one_that_has_raised(tmp_path: Path) -> None:
-    """What no object store should raise; the others still have the images."""
-    async with BlockStore.open([f"object:file://{tmp_path}"]) as store:
-        requests, go = Requests(tier_of(store, ObjectTier)), asyncio.Event()
-
-        async def fail_first(name: str) -> None:
-            if name == "put_async":
-                if requests.made.count(name) == 1:
-                    raise ValueError("a bug")
-                await go.wait()
-
-        requests.before = fail_first
-        put = store.put(chain(4), Filled(seed=1).cache, range(4))
-        await until(lambda: requests.made.count("put_async") == 4)
-        await turns(20)
-        assert requests.open == 3
-        assert not put.done()
-        go.set()
-        with pytest.raises(ValueError, match="a bug"):
-            await put
-        assert not requests.open
-        del put  # its error has the images
-
-
 async def test_without_obstore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
     command = install_command("objects", distribution="kvwire-store")

@@ -19,8 +19,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tests.support import inside
-
 pytest.importorskip("obstore", reason="needs obstore: pip install obstore")
 
 import obstore.store
@@ -193,10 +191,6 @@ async def test_an_object_that_vanishes_after_it_was_found_is_missing(
 
 NO_KEY = "<Error><Code>NoSuchKey</Code></Error>"
 SLOW_DOWN = "<Error><Code>SlowDown</Code><Message>Reduce your rate.</Message></Error>"
-DENIED = (
-    "<Error><Code>InvalidAccessKeyId</Code>"
-    "<Message>The access key does not exist.</Message></Error>"
-)
 
 
 def throttles(times: int) -> Fault:
@@ -217,30 +211,6 @@ async def test_a_bucket_that_throttles_is_asked_again(server: str) -> None:
         await expect_shared(tier(url))
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "said"),
-    [
-        pytest.param(503, SLOW_DOWN, "SlowDown: Reduce your rate", id="throttled"),
-        pytest.param(403, DENIED, "InvalidAccessKeyId: ", id="denied"),
-    ],
-)
-async def test_a_bucket_that_refuses_everything_is_named(
-    server: str, status: int, body: str, said: str
-) -> None:
-    """Nothing is acknowledged that would be gone with this process."""
-
-    def refuses(request: Request) -> Response:
-        return Response(body, status, media_type="application/xml")
-
-    async with proxy(server, refuses) as url:
-        memory, below = "memory:1MiB", tier(url, timeout_s=1)
-        async with BlockStore.open([memory, below]) as store:
-            outcome = await store.put(chain(2), Filled(2, seed=1).cache, range(2))
-            assert not outcome.landed
-            assert any(said in reason for reason in outcome.missing.reasons)
-            assert await store.match(chain(2), Filled(2).cache) == 2
-
-
 async def test_a_bucket_with_versions(server: str) -> None:
     """What is deleted is not found, though the bucket has its version still."""
     enabled = (
@@ -256,35 +226,3 @@ async def test_a_bucket_with_versions(server: str) -> None:
             assert (await store.put(chain(4, "v"), cache, range(4))).complete
             await store.delete(chain(4, "v"), cache)
             assert await store.match(chain(4, "v"), cache) == 0
-
-
-@pytest.mark.parametrize(
-    ("status", "code"), [(403, "AccessDenied"), (507, "XMinioStorageFull")]
-)
-async def test_a_bucket_that_takes_nothing_gives_what_it_has(
-    server: str, status: int, code: str
-) -> None:
-    """Of credentials that may read only, and of a bucket that is full."""
-    source, target = Filled(4, seed=1), Filled(4)
-
-    def fault(request: Request) -> Response | None:
-        if not refuses or request.method != "PUT":
-            return None
-        return Response(f"<Error><Code>{code}</Code></Error>", status)
-
-    refuses = False
-    async with proxy(server, fault) as url:
-        address = tier(url, timeout_s=3)
-        async with BlockStore.open([MEMORY, address]) as store:
-            assert (await store.put(chain(4), source.cache, range(4))).complete
-        refuses = True
-        async with BlockStore.open([MEMORY, address]) as store:
-            put = await store.put(chain(2, "new"), source.cache, range(2))
-            assert code in " ".join(put.missing.reasons)
-            assert (await store.get(chain(4), target.cache, range(4))).complete
-            with pytest.raises(OSError, match=f"2 blocks are in memory only.*{code}"):
-                await store.flush()
-            refuses = False
-            await until(lambda: inside.tiers(store).below[0].taking)
-            await store.flush()
-            assert store.report[address] == ""
