@@ -340,6 +340,8 @@ class Leg:
 
     def ended(self, error: KVWireError | None) -> None:
         """Handle the end of the leg's request; called once for each request."""
+        assert self.core is not None
+        self.core.context = None  # its end is reported; see `release`
         try:
             if self.flow is not None:
                 self.flow.end(error)
@@ -410,9 +412,10 @@ class Leg:
         core = self.core
         if core is None:
             return []
-        if not core.over or self.state in ON_LINK:
+        # While an event is handled, the end of a refused leg is still to be reported.
+        if core.context is self or self.state in ON_LINK:
             return self.link.transfers.retire(core)
-        core.context = self.core = None
+        self.core = None
         if self.state is LegState.LOST:
             self.step(LegInput.RELEASE)
         return self.link.transfers.forget(core)

@@ -19,6 +19,7 @@ import pytest
 
 import kvwire
 from kvwire.backend import registry
+from kvwire.endpoint.observers import TransferLog
 from tests.support.pairs import Pair, connected, turns, until
 
 NBYTES = 1 << 20
@@ -223,6 +224,31 @@ async def test_a_transfer_that_is_aborted(pair: Pair, made: Buffers) -> None:
         await incoming.layer(1)
     finally:
         await asyncio.gather(incoming.drained(), out.drained())
+
+
+class Together(TransferLog):
+    """Aborts a transfer when another one ends."""
+
+    def __init__(self, transfer: kvwire.Incoming) -> None:
+        self._transfer = transfer
+
+    def ended(self, *_: object) -> None:
+        self._transfer.abort("the other one has ended")
+
+
+@expect_freed
+async def test_a_transfer_that_an_observer_aborts(pair: Pair, made: Buffers) -> None:
+    """It is called while the connection handles the end of another transfer."""
+    one, other = (pair.far.publish(name, made.cache(), range(8)) for name in "ab")
+    ended, aborted = (pair.left.pull(name, made.cache(), range(8)) for name in "ab")
+    other.ready(layers=0)
+    await aborted.layer(0)
+
+    pair.near.watchers.add(watcher := Together(aborted))
+    one.abort("enough")
+    await asyncio.gather(ended, aborted, one, other)
+    pair.near.watchers.remove(watcher)
+    await asyncio.gather(*(end.drained() for end in (ended, aborted, one, other)))
 
 
 @expect_freed
