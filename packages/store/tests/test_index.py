@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -282,26 +281,27 @@ def steps_of(call: Callable[[], None]) -> int:
 # --- which block goes next ----------------------------------------------------------
 
 
-def test_many_entries_that_do_not_count_are_skipped_in_few_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class CountedQueue(EvictionQueue):
+    """Counts its steps, and the entries of each."""
+
+    def __init__(self, state: SlotState) -> None:
+        super().__init__(state)
+        self.steps: list[int] = []
+
+    def _window(self, count: int) -> tuple[Ids, Ids]:
+        self.steps.append(count)
+        return super()._window(count)
+
+
+def test_many_entries_that_do_not_count_are_skipped_in_few_steps() -> None:
     """Or the first eviction after many uses stops the loop for long."""
-    state = SlotState(8192)
-    queue = EvictionQueue(state)
+    queue = CountedQueue(SlotState(8192))
     slots = np.arange(8192)
     for _ in range(2):
         queue.release(slots)
-    steps: list[int] = []
-    window = EvictionQueue._window
-
-    def counted(queue: EvictionQueue, count: int) -> tuple[Ids, Ids]:
-        steps.append(count)
-        return window(queue, count)
-
-    monkeypatch.setattr(EvictionQueue, "_window", counted)
     assert queue.pop(1)[1].tolist() == [0]
-    assert 8192 < sum(steps) < 4 * 8192
-    assert len(steps) < 16
+    assert 8192 < sum(queue.steps) < 4 * 8192
+    assert len(queue.steps) < 16
 
 
 def test_queues_of_one_tier_are_those_of_a_model() -> None:

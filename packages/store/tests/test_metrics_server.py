@@ -19,6 +19,8 @@ from kvwire import ListenError, UsageError
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store.metrics_server import MetricsServer
 from kvwire_store.prometheus import StoreCollector
+from packages.store.tests.fakes import FakeTier
+from packages.store.tests.files import store_on
 from tests.support.caches import Memory
 
 
@@ -66,10 +68,10 @@ async def test_a_loop_that_is_stuck_is_not_healthy() -> None:
             assert json.loads(body)["status"] == "stuck"
 
 
-async def test_tiers_in_trouble_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with BlockStore.open(["memory:1MiB"]) as store:
-        trouble = {"memory": "", "disk": "no space left"}
-        monkeypatch.setattr(BlockStore, "report", trouble)
+async def test_tiers_in_trouble_are_named() -> None:
+    tier = FakeTier("disk")
+    tier.error = "no space left"
+    async with store_on(tier) as store:
         with MetricsServer(store, "127.0.0.1:0") as server:
             status, body = await asyncio.to_thread(fetched, server, "/health")
     assert status == HTTPStatus.OK

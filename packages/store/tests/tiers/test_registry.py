@@ -11,24 +11,19 @@ from kvwire_store import BlockStore
 from packages.store.tests.tiers.services import PlayedTier
 from tests.support.plugged import plug_in
 
+OPENED: list[PlayedTier] = []
+
+
+class Mine(PlayedTier):
+    async def connect(self) -> None:
+        OPENED.append(self)
+
 
 async def test_a_third_partys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plug_in(
-        monkeypatch,
-        tmp_path,
-        "kvwire_store.tiers",
-        "mine",
-        "packages.store.tests.tiers.services:PlayedTier",
-    )
-    opened: list[PlayedTier] = []
-
-    async def connect(tier: PlayedTier) -> None:
-        opened.append(tier)
-
-    monkeypatch.setattr(PlayedTier, "connect", connect)
+    plug_in(monkeypatch, tmp_path, "kvwire_store.tiers", "mine", f"{__name__}:Mine")
     async with BlockStore.open(["memory:1MiB", "mine:here?prefix=a"]) as store:
         assert store.name == "memory:1MiB, mine:here?prefix=a"
-    assert len(opened) == 1
+    assert len(OPENED) == 1
 
 
 async def test_a_kind_that_nobody_has() -> None:
