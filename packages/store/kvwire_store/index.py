@@ -43,7 +43,6 @@ import numpy.typing as npt
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire_store.eviction import EvictionQueue, SlotState, each
 from kvwire_store.keys import NO_SLOT, IndexedSlots, Key, Keys, Orders, Times, as_keys
-from kvwire_store.pins import Pins
 from kvwire_store.placement import BlockState, Placement, Placing, Verb, VerbKind
 from kvwire_store.shared_index import SharedIndex
 from kvwire_store.tenants import Shares
@@ -690,3 +689,39 @@ class Index:
         named = self.named()
         inside = named.slots // self.slabs.stride == slab
         return IndexedSlots(named.keys[inside], named.slots[inside])
+
+
+class Pins:
+    """The slots that are pinned for a time or for ever.
+
+    Attributes:
+        on: For each slot, whether it is pinned.
+        until: When that ends, in seconds since 1970; infinity for never.
+        next: No pin ends before this time; infinity if none ends.
+    """
+
+    __slots__ = ("next", "on", "until")
+
+    def __init__(self, slots: int) -> None:
+        self.on: Bits = np.zeros(slots, np.bool_)
+        self.until: Times = np.zeros(slots, np.float64)
+        self.next: float = math.inf
+
+    def begin(self, slots: Ids, until: float) -> None:
+        """Pin named slots until a time; the latest of several ends counts."""
+        if slots.size:
+            before = np.where(self.on[slots], self.until[slots], 0.0)
+            self.until[slots] = np.maximum(before, until)
+            self.on[slots] = True
+            self.next = min(self.next, until)
+
+    def end(self, slots: Ids) -> None:
+        """Unpin slots."""
+        self.on[slots] = False
+
+    def late(self, now: float) -> Ids:
+        """Return the slots whose pins have expired; the caller ends them."""
+        slots = self.on.nonzero()[0]
+        over: Bits = self.until[slots] <= now
+        self.next = float(self.until[slots[~over]].min(initial=math.inf))
+        return slots[over]

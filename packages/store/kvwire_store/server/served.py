@@ -1,10 +1,9 @@
-"""The state that all sessions of a store server share, and each session's memory."""
+"""The state that all sessions of a store server share."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -17,7 +16,7 @@ from kvwire_store.limits import (
     STORE_NAMESPACES_TOLD,
     STORE_REQUESTS_MAX,
 )
-from kvwire_store.server.client_memory import Berth, ClientMemory, MemoryHolder
+from kvwire_store.server.client_memory import ClientMemory
 from kvwire_store.server.messages import (
     VERSIONS,
     ClientRow,
@@ -146,27 +145,3 @@ class ServedStore:
 def _name(tier: str) -> str:
     """Return a tier's name for clients, without its path."""
     return sayable(tier)[:NAME_CHARS_MAX]
-
-
-class TransferBuffers:
-    """Lends one client its berths, which are allocated at their first use.
-
-    Blocks that cannot move directly between the link and slots are copied through
-    berths. So a client that is slow, or silently dead, holds berths but never a slot of
-    the store. One event loop.
-    """
-
-    def __init__(self, count: int, memory: ClientMemory, client: MemoryHolder) -> None:
-        self.nbytes: int = memory.berth_bytes
-        self._room = asyncio.Semaphore(count)
-        self._memory = memory
-        self._client = client
-
-    @asynccontextmanager
-    async def one(self) -> AsyncIterator[Berth]:
-        """Lend a buffer; see :meth:`ClientMemory.berth`.
-
-        Cancel safety: like that method.
-        """
-        async with self._room, self._memory.berth(self._client) as berth:
-            yield berth

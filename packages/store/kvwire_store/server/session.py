@@ -82,7 +82,7 @@ from kvwire_store.server.messages import (
     namespace_told,
     payload_tag,
 )
-from kvwire_store.server.served import ServedStore, TransferBuffers
+from kvwire_store.server.served import ServedStore
 from kvwire_store.tiers.base import (
     FAILED,
     LANDED,
@@ -114,7 +114,9 @@ class ClientSession:
         self._connection = connection
         # The tenant that the client is; "" without one.
         self._tenant = tenant
-        self._berths = TransferBuffers(served.berths, served.memory, self)
+        # Blocks that cannot move between the link and slots are copied through berths:
+        # a client that is slow, or silently dead, holds these but never a slot.
+        self._berths = asyncio.Semaphore(served.berths)
         self._open: set[asyncio.Task[None]] = set()
         # Answers that the client has not read yet, and since when; the oldest first.
         self._unsent: dict[object, float] = {}
@@ -353,7 +355,7 @@ class ClientSession:
     async def _put_many(self, request: Put, namespace: Namespace, keys: Keys) -> None:
         """Put blocks into the store from the message after their request."""
         image_bytes = namespace.image_bytes
-        async with self._berths.one() as berth:
+        async with self._berths, self._served.memory.berth(self) as berth:
             slots = await self._slots_for(keys, namespace)
             images = images_in(berth, image_bytes, keys.size)
             if slots.size:
@@ -452,7 +454,7 @@ class ClientSession:
         """Report the present blocks, and send them."""
         memory = self._tiers.memory
         nbytes = keys.size * rounded(namespace.image_bytes)
-        async with self._berths.one() as berth:
+        async with self._berths, self._served.memory.berth(self) as berth:
             slots = memory.index.find(keys)
             if all_found(slots) and self._served.lend(nbytes):
                 memory.index.pin(slots)
@@ -599,10 +601,11 @@ class ClientSession:
             namespace = namespace_told(request.namespace, self._tenant)
         if not request.names.all_in(asked):
             return namespace, "a key has another namespace than the request"
-        if count * namespace.image_bytes > self._berths.nbytes:
+        most_bytes = self._served.berth_bytes
+        if count * namespace.image_bytes > most_bytes:
             return namespace, (
                 f"{count} blocks of {namespace.image_bytes} bytes are "
-                f"more than the {self._berths.nbytes} that one transfer may move here"
+                f"more than the {most_bytes} that one transfer may move here"
             )
         return namespace, ""
 

@@ -16,7 +16,7 @@ from kvwire_store.namespace import Namespace
 from kvwire_store.server import messages
 from kvwire_store.server.client_memory import Berth, ClientMemory, MemoryHolder
 from kvwire_store.server.messages import StatsReport, decode_reply, encode
-from kvwire_store.server.served import ServedStore, TransferBuffers
+from kvwire_store.server.served import ServedStore
 from kvwire_store.tenants import Tenants
 from kvwire_store.tiers.base import TenantUse
 from packages.store.tests.fakes import FakeTier
@@ -141,40 +141,24 @@ async def test_clients_that_take_nothing_hold_no_more_than_the_bound(
         assert memory.held_bytes == 0
 
 
-async def test_so_many_at_once_and_no_more() -> None:
-    """An honest client asks for no more by itself; another one would."""
-    berths = TransferBuffers(2, ClientMemory(8), HolderOf())
-    held = most = 0
-
-    async def use() -> None:
-        nonlocal held, most
-        async with berths.one():
-            held += 1
-            most = max(most, held)
-            await asyncio.sleep(0)
-            held -= 1
-
-    await asyncio.gather(*(use() for _ in range(7)))
-    assert (held, most) == (0, 2)
-
-
 @pytest.mark.parametrize("error", [KeyError, asyncio.CancelledError])
 async def test_a_berth_that_something_may_touch_is_used_by_nobody(
     error: type[BaseException],
 ) -> None:
     """There is another one in its place, so a client goes on."""
-    berths, left = TransferBuffers(1, ClientMemory(8), HolderOf()), []
+    memory, holder = ClientMemory(8, berths_bytes=8), HolderOf()
+    left: list[Berth] = []
 
     async def fails() -> Berth:
-        async with berths.one() as berth:
+        async with memory.berth(holder) as berth:
             left.append(berth)
             raise error
 
     with pytest.raises(error):
         await fails()
-    async with berths.one() as other:
+    async with memory.berth(holder) as other:
         assert other is not left[0]
-    async with berths.one() as again:
+    async with memory.berth(holder) as again:
         assert again is other
 
 
