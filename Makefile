@@ -20,8 +20,8 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_CLASSES ?= 0.33.0
 CLASSES_STAMP := .venv-vllm-classes-$(VLLM_CLASSES)/.installed
 CLASSES_TESTS ?= packages/vllm/tests/test_interface.py packages/vllm/tests/test_plugin.py \
-  packages/vllm/tests/test_release.py packages/vllm/tests/test_connector.py \
-  packages/vllm/tests/test_caches.py packages/vllm/tests/test_groups.py \
+  packages/vllm/tests/test_connector.py packages/vllm/tests/test_caches.py \
+  packages/vllm/tests/test_groups.py \
   packages/vllm/tests/test_identity.py packages/vllm/tests/test_metadata.py \
   packages/vllm/tests/test_scheduler.py packages/vllm/tests/test_worker.py
 S3_VENV := .venv-s3

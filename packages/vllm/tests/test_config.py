@@ -1,4 +1,4 @@
-"""The keys of kv_connector_extra_config."""
+"""The keys of kv_connector_extra_config, of both connectors."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from kvwire import UsageError
+from kvwire.errors import UsageError
 from kvwire.kv.row_codec import ROW_CODECS
 from kvwire.types import Address
-from kvwire_vllm.config import VllmSettings, read_settings
+from kvwire_vllm.config import VllmSettings, read_keys, read_settings
+from kvwire_vllm.store.config import StoreSettings
 
 
 def test_what_is_not_ours_is_for_kvwire() -> None:
@@ -93,3 +94,34 @@ def test_ports_of_ranks_end_at_the_last_one() -> None:
         settings.address(1)
     with pytest.raises(UsageError, match="rank 1 would get port 65536"):
         settings.beside(1)
+
+
+# --- what may stand in ``kv_connector_extra_config`` ----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"tier": []}, "unknown key 'tier'; did you mean 'tiers'"),
+        ({"tiers": "memory:1GiB"}, "tiers='memory:1GiB'"),
+        ({"tiers": []}, "tiers"),
+        ({"tiers": ["8GiB"]}, "8GiB"),
+        ({"write": "never"}, "write='never'"),
+        ({"fingerprint": 3}, "fingerprint=3"),
+        ({"lookup_timeout_s": 0}, "lookup_timeout_s=0"),
+    ],
+)
+def test_what_is_wrong_is_named(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        read_keys(extra, StoreSettings)
+
+
+def test_ranks_do_not_share_a_directory() -> None:
+    shared = read_keys({"tiers": ["memory:1GiB", "disk:/kv?size=1GiB"]}, StoreSettings)
+    assert shared.tiers_of(0, 1) == list(shared.tiers)
+    with pytest.raises(UsageError, match="rank"):
+        shared.tiers_of(0, 2)
+    own = read_keys(
+        {"tiers": ["memory:1GiB", "disk:/kv{rank}?size=1GiB"]}, StoreSettings
+    )
+    assert own.tiers_of(1, 2) == ["memory:1GiB", "disk:/kv1?size=1GiB"]

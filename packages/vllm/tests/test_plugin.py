@@ -1,4 +1,4 @@
-"""Connectors that vLLM finds by name, and engines without kvwire."""
+"""What vLLM finds by name, and which of its releases are let through."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvwire.errors import UsageError
 from kvwire_vllm import plugin
+from kvwire_vllm.release import check_release, check_sleep
 from packages.vllm.tests.programs.interface import classes_in
 from packages.vllm.tests.support.models import make_model
+from tests.support.runs import WITHOUT, python
 
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
@@ -114,3 +119,53 @@ def test_names_suffice_unless_plug_ins_are_left_out(
         return
     assert "Unsupported connector type: KvwireConnector" in connectors[0]
     assert "Unsupported connector type: KvwireStoreConnector" in connectors[1]
+
+
+# --- releases of vLLM that are let through, and what is said of the others ------------
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.31.1", "0.32.7+cpu", "0.33.0"])
+def test_releases_that_were_tested(version: str) -> None:
+    check_release(version, untested=False)
+
+
+@pytest.mark.parametrize(
+    "version", ["0.34.0", "0.34.0rc1.dev7+gabc", "0.29.9", "1.0.0", "0.4.2", "dev", ""]
+)
+def test_others_are_refused_by_name_unless_they_are_wanted(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        check_release(version, untested=False)
+    said = str(refused.value)
+    assert said.startswith(f"vLLM {version}: kvwire was tested with 0.30 to 0.33")
+    assert "pip install 'vllm>=0.30,<0.34'" in said
+    assert '"untested_vllm": true' in said
+    with caplog.at_level(logging.WARNING, "kvwire"):
+        check_release(version, untested=True)
+    assert f"vLLM {version}: " in caplog.text
+
+
+def test_sleep_mode_is_refused() -> None:
+    check_sleep(SimpleNamespace(enable_sleep_mode=False))
+    check_sleep(SimpleNamespace())
+    with pytest.raises(UsageError, match="without --enable-sleep-mode"):
+        check_sleep(SimpleNamespace(enable_sleep_mode=True))
+
+
+# --- what is installed beside kvwire-vllm: without it, one line says what to do--------
+
+
+NEEDS = (
+    "vllm kvwire_vllm.connector",
+    "vllm kvwire_vllm.stats",
+    "vllm kvwire_vllm.store.connector",
+    "torch kvwire_vllm.connector",
+)
+
+
+def test_a_module_names_what_it_needs() -> None:
+    done = python("-c", WITHOUT, *NEEDS, check=True)
+    for line, said in zip(NEEDS, done.stdout.splitlines(), strict=True):
+        package = "(torch|vllm)" if "connector" in line else line.split()[0]
+        assert re.search(f" needs {package}.*, .* not installed: pip install .+", said)
