@@ -74,8 +74,9 @@ class KvwireHiCacheStorage(HiCacheStorage):  # type: ignore[misc]  # it is not t
         self._weights = extra.get("fingerprint") or _weights(storage_config.model_name)
         self._pools: dict[str, _Pool] = {}
         model = f"sglang {storage_config.model_name}"
-        how = {key: extra[key] for key in ("write", "record") if key in extra}
-        self._store: PageStore | None = PageStore(extra["tiers"], name=model, **how)
+        self._store: PageStore | None = PageStore(
+            extra["tiers"], write=extra.get("write", "through"), name=model
+        )
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)

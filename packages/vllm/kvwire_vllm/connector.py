@@ -77,10 +77,9 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
             self._tables = tuple(sorted({shape.table for shape in shapes}))
             self._holes = _hole_fills(settings, shapes, vllm_config)
             self._scheduler = SchedulerSide(
-                settings,
                 shapes,
                 References.of(config, settings.peers),
-                holes=self._holes,
+                self._holes,
                 limits=_answer_limits(vllm_config.model_config),
             )
             return

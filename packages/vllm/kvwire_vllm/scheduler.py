@@ -41,7 +41,6 @@ from kvwire.kv.hashing import HashScheme
 from kvwire.limits import KV_BLOCK_TOKENS_MAX, PRIORITY_MAX
 from kvwire_vllm import tickets
 from kvwire_vllm.caches import CacheShape
-from kvwire_vllm.config import VllmSettings
 from kvwire_vllm.holes import HOLE, HoleFills
 from kvwire_vllm.identity import identity_of, tokens_say_all
 from kvwire_vllm.metadata import (
@@ -97,15 +96,12 @@ class SchedulerSide:
 
     def __init__(
         self,
-        settings: VllmSettings,
         shapes: Sequence[CacheShape],
         references: References,
-        salt: bytes = b"",
         holes: HoleFills | None = None,
         *,
         limits: Mapping[str, int] = NO_LIMITS,
     ) -> None:
-        self._settings = settings
         self._limits = limits  # its configuration's limits of an answer's tokens
         self._references = references
         self._shapes = tuple(shapes)
@@ -113,7 +109,6 @@ class SchedulerSide:
         # them.
         self._tables = {str(shape.table): shape for shape in shapes}
         self._partial = any(shape.partial for shape in shapes)
-        self._salt = salt
         # None: everything after the first missing block is computed.
         self._holes = holes
         self._addresses: tuple[str, ...] = ()
@@ -397,7 +392,7 @@ class SchedulerSide:
         if not tokens_say_all(request):
             return _NAMELESS
         tokens = request.prompt_token_ids[:count]
-        salt = self._salt + identity_of(request)
+        salt = identity_of(request)
         whole = _chain(min(count, KV_BLOCK_TOKENS_MAX), tokens, salt)[-1:]
         sizes = {
             shape.block_tokens for shape in self._tables.values() if not shape.state

@@ -55,7 +55,7 @@ def test_a_prompt_takes_few(*, offered: bool) -> None:
     shape = CacheShape(block_tokens=128, kv_heads=8, total_kv_heads=8, head_dim=128)
     names = [f"layers.{index}" for index in range(16)]
     worker = WorkerSide(VllmSettings(), Config.load(), [shape])
-    scheduler = SchedulerSide(VllmSettings(), [shape], UNSIGNED)
+    scheduler = SchedulerSide([shape], UNSIGNED)
     blocks = [1, 2, 3]
 
     def compute(name: str) -> None:
@@ -90,7 +90,7 @@ def test_a_prompt_takes_few(*, offered: bool) -> None:
 def test_requests_of_others_take_nothing() -> None:
     counts = []
     for others in (0, 100):
-        scheduler = SchedulerSide(VllmSettings(), [fakes.SHAPE], UNSIGNED)
+        scheduler = SchedulerSide([fakes.SHAPE], UNSIGNED)
         request = fakes.Request("r", steps.TOKENS, {"do_remote_decode": True})
         scheduler.allocated(request, [steps.FROM], 0)
         names = [f"other {number}" for number in range(others)]

@@ -224,9 +224,7 @@ class Engine:
         said, caches = vllm_configs(next(iter(specs.values())))
         _, of_worker = vllm_configs(SimpleNamespace(kv_cache_specs=specs))
         known = References(this_host=True)
-        self.scheduler = SchedulerSide(
-            VllmSettings(), cache_shapes(said, caches), known
-        )
+        self.scheduler = SchedulerSide(cache_shapes(said, caches), known)
         shapes = cache_shapes(said, of_worker)
         self.profile = [shape.profile for shape in shapes]
         self.worker = WorkerSide(VllmSettings(), kvwire.Config.load(), shapes)

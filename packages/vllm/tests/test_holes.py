@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -25,11 +22,13 @@ from packages.vllm.tests.support.fakes import (
     Request,
     Worker,
 )
+from packages.vllm.tests.support.own_http import OwnHTTP, serving
 from packages.vllm.tests.support.steps import INTO, ask, engines, fetch, give_first
 from tests.support.servers import free_port
 from tests.support.waiting import eventually
 
 NOTHING: tuple[set[str], set[str]] = (set(), set())
+WITHIN_S = 60.0
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(41, 50), st.integers(1, 8))
@@ -155,64 +154,19 @@ def test_blocks_are_copied_around_the_pass_that_computes_a_hole() -> None:
         assert worker.holds([1, 2, 3])
 
 
-class Server(HTTPServer):
-    request_queue_size = 64  # it answers one at a time, and nobody waits for a place
-
-    def __init__(self, status: int = 200) -> None:
-        super().__init__(("127.0.0.1", 0), _Answer)
-        self.status = status
-        self.said: list[Any] = []
-        self.free = threading.Event()
-
-
-class _Answer(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        said = (self.path, self.headers.get("authorization"), body)
-        self.server.said.append(said)
-        self.server.free.wait(10)
-        self.send_response(self.server.status)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """Write no line for each request."""
-
-
-@contextmanager
-def serving(status: int = 200) -> Iterator[Server]:
-    with Server(status) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.free.set()
-        server.shutdown()
-        thread.join()
-
-
-def url_of(server: Server) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
-
-
 def test_a_completion_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     with serving() as server:
-        sent = OwnServer(url_of(server), "m").post({"prompt": [5, 6], "max_tokens": 1})
-        assert eventually(lambda: bool(server.said))
+        own = OwnServer(server.url, "m")
+        sent = own.post({"prompt": [5, 6], "max_tokens": 1})
+        asked = server.asked.get(timeout=WITHIN_S)
         assert not sent.over
-        server.free.set()
+        asked.done.set()
         assert eventually(lambda: sent.over)
-        body = {"model": "m", "prompt": [5, 6], "max_tokens": 1}
-        assert server.said == [("/v1/completions", "Bearer secret", body)]
-
-
-def test_an_adapter_has_its_own_name() -> None:
-    with serving() as server:
-        server.free.set()
-        sent = OwnServer(url_of(server), "m").post({"model": "adapter"})
-        assert eventually(lambda: sent.over)
-        assert server.said[0][2] == {"model": "adapter"}
+        assert (asked.path, asked.key) == ("/v1/completions", "Bearer secret")
+        assert asked.body == {"model": "m", "prompt": [5, 6], "max_tokens": 1}
+        own.post({"model": "adapter"})
+        assert server.asked.get(timeout=WITHIN_S).body == {"model": "adapter"}
 
 
 @pytest.mark.parametrize("status", [401, 404, 500])
@@ -221,7 +175,7 @@ def test_a_server_that_refuses_is_named_once(
 ) -> None:
     with serving(status) as server:
         server.free.set()
-        own = OwnServer(url_of(server), "m")
+        own = OwnServer(server.url, "m")
         first, second = own.post({}), own.post({})
         assert eventually(lambda: first.over and second.over)
         assert len(caplog.messages) == 1
@@ -240,10 +194,10 @@ def test_what_is_cancelled_is_over_and_no_warning(
 ) -> None:
     """The server sees that its client is gone."""
     with serving() as server:
-        sent = OwnServer(url_of(server), "m").post({})
-        assert eventually(lambda: bool(server.said))
+        sent = OwnServer(server.url, "m").post({})
+        asked = server.asked.get(timeout=WITHIN_S)
         sent.cancel()
-        assert eventually(lambda: sent.over)
+        assert eventually(lambda: sent.over and asked.gone)
         assert caplog.messages == []
 
 
@@ -257,10 +211,10 @@ HOLE_AT = 100
 @contextmanager
 def filling(
     ranks: int = 1, status: int = 200, **request: Any
-) -> Iterator[tuple[HoleFills, Server, Request]]:
+) -> Iterator[tuple[HoleFills, OwnHTTP, Request]]:
     """A prompt of 300 blocks of 4 tokens, which other engines have."""
     with serving(status) as server:
-        own = OwnServer(url_of(server), "m")
+        own = OwnServer(server.url, "m")
         holes = HoleFills(own, table="0", block_tokens=BLOCK_TOKENS, ranks=ranks)
         waiting = Request("r", PROMPT, {}, **request)
         watch(holes, waiting)
@@ -282,17 +236,16 @@ def scheduled(holes: HoleFills, output: Output | None = None) -> WorkerStep:
     return step
 
 
-def own_request(server: Server, tokens: int | None = None) -> tuple[Request, str]:
+def own_request(server: OwnHTTP, tokens: int | None = None) -> tuple[Request, str]:
     """The request that the server was asked for, as vLLM has it, and its key."""
-    assert eventually(lambda: bool(server.said))
-    body = server.said.pop()[2]
+    body = server.asked.get(timeout=WITHIN_S).body
     params = body["kv_transfer_params"]
     salt = body.get("cache_salt")
     ids = body["prompt"][:tokens]
     return Request("own", ids, params, cache_salt=salt), params[HOLE]
 
 
-def compute(holes: HoleFills, server: Server) -> WorkerStep:
+def compute(holes: HoleFills, server: OwnHTTP) -> WorkerStep:
     """Have a hole computed in one step."""
     request, key = own_request(server)
     external = holes.matched(request, key, 0)
@@ -308,7 +261,8 @@ def test_a_hole_is_asked_for_when_all_workers_have_reported(ranks: int) -> None:
     with filling(ranks, cache_salt="salt") as (holes, server, _):
         for rank in range(ranks):
             step = scheduled(holes)
-            assert (step.settled, server.said) == ({}, [])
+            assert step.settled == {}
+            assert server.asked.empty()
             holes.arrived({"r": (1, [BLOCKS[HOLE_AT]] if rank == 0 else [])})
         assert scheduled(holes).settled == {}
         step = compute(holes, server)
@@ -334,7 +288,7 @@ def test_what_is_whole_is_not_asked_for() -> None:
         holes.arrived({"r": (1, [])})
         holes.arrived({"r": (1, [])})
         assert scheduled(holes) == WorkerStep()
-        assert server.said == []
+        assert server.asked.empty()
 
 
 def test_a_prompt_with_pictures_is_not_watched() -> None:

@@ -23,7 +23,6 @@ from packages.vllm.tests.support.proxies import (
     Handler,
     Said,
     app,
-    breaks_off,
     call,
     post,
     proxy,
@@ -132,13 +131,6 @@ async def test_a_length_that_an_engine_gives(
     assert (b"content-length" in head.lower()) is kept
     assert (b"chunked" in head.lower()) is (version == b"1.1" and not kept)
     assert said in body
-
-
-async def test_a_length_that_an_engine_does_not_keep() -> None:
-    """The connection is cut, so its client knows."""
-    breaks = breaks_off({"content-type": "text/plain", "content-length": "8"}, b"half")
-    (answer,) = await answers(app(Engines(d1=breaks), prefill=()), generate())
-    assert answer.endswith(b"\r\n\r\nhalf")
 
 
 async def test_a_head_alone() -> None:

@@ -42,10 +42,9 @@ from packages.vllm.tests.support.proxies import (
     saying,
     says,
     streamed,
-    turns_until,
     when,
 )
-from tests.support.pairs import turns
+from tests.support.pairs import turns, until
 
 KINDS = pytest.mark.parametrize("kind", [{}, CHAT], ids=["completion", "chat"])
 
@@ -227,7 +226,7 @@ async def test_a_client_that_leaves_while_it_moves() -> None:
         await client.read(3)
         asking = operate(application, "/migrate", request=client.id)
         moving = asyncio.ensure_future(asking)
-        await turns_until(lambda: "d2" in network.hosts())
+        await until(lambda: "d2" in network.hosts())
     copied.set()
     assert (await moving)[1]["requests"][0]["stayed"] == "it has ended"
 

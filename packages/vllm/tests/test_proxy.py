@@ -33,10 +33,10 @@ from packages.vllm.tests.support.proxies import (
     refused,
     says,
     streamed,
-    turns_until,
     waits,
     when,
 )
+from tests.support.pairs import until
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -50,6 +50,8 @@ async def test_both_are_asked_for_one_transfer(path: str) -> None:
     assert prefill["transfer_id"] == decode["transfer_id"]
     assert (prefill["do_remote_decode"], decode["do_remote_prefill"]) == (True, True)
     assert (prefill["remote"], decode["remote"]) == (["d1:1", "d1:2"], ["p1:1"])
+    # Prefill may have other prompts to compute first.
+    assert decode["computed"] is False
     asked = dict(engines.asked)["p1"]
     assert (asked["max_tokens"], asked["max_completion_tokens"]) == (1, 1)
     assert not of_decoding.keys() & asked.keys()
@@ -93,13 +95,6 @@ async def test_at_once_decode_is_asked_while_prefill_computes() -> None:
 
     engines = Engines(p1=when(decode_asked), d1=decode)
     assert (await post(app(engines))).status_code == 200
-
-
-async def test_at_once_nothing_says_that_prefill_has_computed_the_prompt() -> None:
-    """It may have others to do first, and decode waits as long as that takes."""
-    engines = Engines()
-    assert (await post(app(engines))).status_code == 200
-    assert engines.params("d1")[0]["computed"] is False
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
@@ -281,7 +276,7 @@ async def test_a_client_that_goes_away_before_the_first_token() -> None:
     network = Engines(p1=waits, d1=waits)
     application = app(network)
     asking = asyncio.ensure_future(post(application))
-    await turns_until(lambda: len(network.asked) == 2)
+    await until(lambda: len(network.asked) == 2)
     await end_task(asking)
     assert stopped == ["one"] * 2
     page = (await call(application, "GET", "/metrics")).text

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvwire.limits import KV_BLOCK_TOKENS_MAX
 from kvwire_vllm.caches import CacheShape
-from kvwire_vllm.config import VllmSettings
 from kvwire_vllm.metadata import ComputedTokens, SendPrompt
 from kvwire_vllm.references import References
 from kvwire_vllm.scheduler import SchedulerSide
@@ -42,14 +41,14 @@ def loads(**more: Any) -> dict[str, Any]:
     }
 
 
-def side(**keys: Any) -> SchedulerSide:
-    made = SchedulerSide(VllmSettings(**keys), [SHAPE], PEERS)
+def side() -> SchedulerSide:
+    made = SchedulerSide([SHAPE], PEERS)
     made.set_addresses({(0, 1): "b:2", (0, 0): "a:1"})
     return made
 
 
-def prefilling(blocks: list[int], **keys: Any) -> tuple[SchedulerSide, Request]:
-    scheduler, request = side(**keys), Request("r", TOKENS, dict(SENDS))
+def prefilling(blocks: list[int]) -> tuple[SchedulerSide, Request]:
+    scheduler, request = side(), Request("r", TOKENS, dict(SENDS))
     scheduler.allocated(request, [blocks], 0)
     return scheduler, request
 
@@ -327,7 +326,7 @@ FULL = replace(SHAPE, name="0 full")
 
 def hybrid(state: CacheShape = STATE) -> SchedulerSide:
     """Blocks of four tokens: everything, a window of four, and one state."""
-    made = SchedulerSide(VllmSettings(), [FULL, WINDOW, state], PEERS)
+    made = SchedulerSide([FULL, WINDOW, state], PEERS)
     made.set_addresses({(0, 0): "a:1"})
     return made
 

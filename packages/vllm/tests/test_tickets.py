@@ -15,7 +15,6 @@ import pytest
 
 from kvwire import Connection, RemoteWindow, UsageError
 from kvwire_vllm import tickets
-from kvwire_vllm.config import VllmSettings
 from kvwire_vllm.metadata import WorkerStep
 from kvwire_vllm.peers import Peers
 from kvwire_vllm.references import References
@@ -40,7 +39,7 @@ class Engine:
             for rank in range(ranks)
         ]
         shape = self.workers[0].side._shapes[0]
-        self.scheduler = SchedulerSide(VllmSettings(), [shape], HERE)
+        self.scheduler = SchedulerSide([shape], HERE)
         places = [(s, r) for s in range(stages) for r in range(ranks)]
         sides = [worker.side for worker in self.workers]
         self.scheduler.set_addresses(

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 from unittest.mock import Mock
@@ -42,8 +42,8 @@ from packages.vllm.tests.support.proxies import (
     gone,
     post,
     refused,
-    turns_until,
 )
+from tests.support.pairs import until
 
 DECODE = [VllmServer(f"http://d{i}", (f"d{i}:1",)) for i in range(6)]
 PREFILL = [VllmServer(f"http://p{i}", (f"p{i}:1",)) for i in range(6)]
@@ -63,7 +63,7 @@ async def test_a_request_that_decode_engines_die_of() -> None:
 
 async def test_a_request_that_prefill_engines_die_of() -> None:
     """It is not computed by decode engines then."""
-    engines = Pairs(**{f"p{i}": Mortal() for i in range(6)})
+    engines = Engines(**{f"p{i}": Mortal() for i in range(6)})
     said = await post(front(engines, prefill=PREFILL))
     assert said.status_code == 502
     assert sum(host[0] == "p" for host in engines.hosts()) == 2
@@ -117,7 +117,8 @@ async def test_prefill_that_fails_a_request_and_is_well() -> None:
     engines = Engines(p0=fails(500), p1=fails(500))
     said = await post(front(engines, prefill=PREFILL[:2]))
     assert said.status_code == 200
-    assert engines.hosts() == ["p0", "d0"]
+    assert engines.hosts() == ["p0", "d0", "d0"]
+    assert engines.params("d0")[1] is None
 
 
 async def test_when_an_engine_that_has_failed_may_be_asked_again() -> None:
@@ -174,31 +175,6 @@ async def test_without_descriptors_no_engine_is_taken_for_down() -> None:
 MANY = 5 * int(PROXY_RETRY_RESERVE)
 
 
-class Pairs(Engines):
-    """Engines of both roles: what prefill has not computed, decode waits for."""
-
-    def __init__(self, **handlers: Handler) -> None:
-        super().__init__(**handlers)
-        self._ready: dict[str, asyncio.Event] = {}
-
-    @asynccontextmanager
-    async def _request(
-        self,
-        url: str,
-        headers: Mapping[str, str],
-        body: Mapping[str, Any] | bytes | None,
-    ) -> AsyncIterator[Said]:
-        fields = body if isinstance(body, Mapping) else {}
-        params = fields.get("kv_transfer_params") or {}
-        ready = self._ready.setdefault(params.get("transfer_id", ""), asyncio.Event())
-        async with super()._request(url, headers, body) as said:
-            if params.get("do_remote_decode") and said[0] == 200:
-                ready.set()
-            if params.get("do_remote_prefill") and said[0] == 200:
-                await ready.wait()
-            yield said
-
-
 def dispatcher(
     engines: Engines,
     prefill: int,
@@ -222,7 +198,7 @@ FAILURES = pytest.mark.parametrize("fails", [refused, broken, dies, gone])
 @FAILURES
 async def test_without_prefill_decode_answers_all(fails: Handler) -> None:
     """The one prefill engine is down: only the first request asks it."""
-    engines = Pairs(p0=fails)
+    engines = Engines(p0=fails)
     asking = dispatcher(engines, 1, 1)
     assert {(await ask(asking))[0] for _ in range(MANY)} == {200}
     assert engines.hosts().count("p0") == 1
@@ -240,11 +216,11 @@ async def test_a_spent_budget_costs_no_answer(who: str, fails: Handler) -> None:
         await begun.wait()
         return await fails(body)
 
-    engines = Pairs(**{who: late})
+    engines = Engines(**{who: late})
     engines.dead += (late,)
     asking = dispatcher(engines, 1, 2)
     asked = [asyncio.ensure_future(ask(asking)) for _ in range(MANY)]
-    await turns_until(lambda: engines.hosts().count(who) >= MANY // 2)
+    await until(lambda: engines.hosts().count(who) >= MANY // 2)
     begun.set()
     assert {status for status, _ in await asyncio.gather(*asked)} == {200}
 
@@ -253,7 +229,7 @@ async def test_engines_without_room_are_no_reason_to_refuse() -> None:
     """Three say so; it is not the request that they fail of."""
 
     full = fails(503, "no room")
-    engines = Pairs(p0=full, p1=full, d0=full)
+    engines = Engines(p0=full, p1=full, d0=full)
     asking = dispatcher(engines, 2, 2)
     assert (await ask(asking))[0] == 200
     assert asking.budget.spent == 0
@@ -266,7 +242,7 @@ async def test_engines_without_room_are_no_reason_to_refuse() -> None:
 @FAILURES
 async def test_without_decode_prefill_answers_alone(fails: Handler) -> None:
     """Where decode says that it has failed, it may have for want of KV: once more."""
-    engines = Pairs(d0=fails)
+    engines = Engines(d0=fails)
     asking = dispatcher(engines, 1, 1)
     for _ in range(MANY):
         assert await ask(asking) == (200, b'{"tokens": 9}')
@@ -278,7 +254,7 @@ async def test_without_decode_prefill_answers_alone(fails: Handler) -> None:
 async def test_engines_of_both_roles_come_and_go(seed: int) -> None:
     """One of them is well at any time; which one, nobody knows before it is asked."""
     chance = random.Random(seed)
-    engines = Pairs()
+    engines = Engines()
     fleet = EngineFleet(PREFILL[:2], DECODE[:2])
     asking = Dispatcher(engines, fleet)
     hosts = ["p0", "p1", "d0", "d1"]
@@ -292,7 +268,7 @@ async def test_engines_of_both_roles_come_and_go(seed: int) -> None:
 
 
 async def test_an_error_names_all_that_have_failed() -> None:
-    engines = Pairs(p0=refused, d0=refused, d1=gone)
+    engines = Engines(p0=refused, d0=refused, d1=gone)
     with pytest.raises(EngineFailed) as caught:
         await ask(dispatcher(engines, 1, 2))
     said = caught.value.why
@@ -303,7 +279,7 @@ async def test_an_error_names_all_that_have_failed() -> None:
 
 
 async def test_a_fleet_of_broken_engines_is_not_asked_again_and_again() -> None:
-    engines = Pairs(**{f"d{i}": broken for i in range(6)})
+    engines = Engines(**{f"d{i}": broken for i in range(6)})
     asking = dispatcher(engines, 0, 6)
     for _ in range(MANY):
         with pytest.raises(EngineFailed):
@@ -320,10 +296,10 @@ async def test_decode_that_fails_with_prefill_is_not_blamed() -> None:
         await failing.wait()
         return answer(500, {})
 
-    engines = Pairs(p0=fails, d0=fails)
+    engines = Engines(p0=fails, d0=fails)
     asking = dispatcher(engines, 1, 1)
     asked = asyncio.ensure_future(ask(asking))
-    await turns_until(lambda: len(engines.asked) == 2)
+    await until(lambda: len(engines.asked) == 2)
     failing.set()
     engines.handlers = {}  # of the next try
     assert (await asked)[0] == 200
@@ -342,7 +318,7 @@ async def test_a_refusal_is_an_answer(
     status: int, who: str, more: dict[str, Any]
 ) -> None:
     """The client has its text; it costs no other client a try, and harms no engine."""
-    engines = Pairs(**{who: fails(status, "no such model")})
+    engines = Engines(**{who: fails(status, "no such model")})
     fleet = EngineFleet(PREFILL[:1], DECODE[:1])
     asking = Dispatcher(engines, fleet)
     answers = who == "d0" or "n" not in more
@@ -361,7 +337,7 @@ async def test_a_refusal_is_an_answer(
 async def test_a_refusal_of_a_request_that_could_move(
     status: int, stream: bool
 ) -> None:
-    engines = Pairs(p0=fails(status, "why"), d0=fails(status, "why"))
+    engines = Engines(p0=fails(status, "why"), d0=fails(status, "why"))
     application = front(engines, prefill=PREFILL[:1], migrate=True)
     said = await post(application, {**ASK, "stream": stream})
     assert (said.status_code, said.json()) == (status, {"error": {"message": "why"}})

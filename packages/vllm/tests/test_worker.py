@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,125 +113,26 @@ def test_what_cannot_be_sent_is_told_and_ends_nothing(
 
 # Blocks that were here before are other requests' too.
 CACHED = pytest.mark.parametrize("cached", [0, 1])
-Way = Callable[[fakes.Worker, fakes.Worker, int], None]
-ENDINGS: list[Any] = []
-
-
 # What is counted where one engine acts while the other connects.
 ANY = ("unpublished", "missing", "unreachable")
 
 
-def ending(*reasons: str, patient: bool = False) -> Callable[[Way], Way]:
-    """Have the decorated way to lose a prompt tried; one of the reasons is counted.
+@contextmanager
+def expect_missing(
+    cached: int, *reasons: str, patient: bool = False, leaves: bool = False
+) -> Iterator[tuple[fakes.Worker, fakes.Worker]]:
+    """Two workers; not all of a prompt comes, and one of the reasons is counted.
 
-    Where engines are patient, it ends long before a load or a lease does.
+    What is missing is told without what was here, since vLLM ends each request that
+    uses such a block. Where engines are patient, it ends long before a load or a lease
+    does. What prefill has sent drains, unless it leaves.
     """
-
-    def add(way: Way) -> Way:
-        limits = {"load_timeout_s": 600.0, "lease_s": 30.0}
-        if not patient:
-            limits = {"load_timeout_s": 0.4, "lease_s": 0.3}
-        ENDINGS.append(pytest.param(way, reasons, limits, id=way.__name__))
-        return way
-
-    return add
-
-
-@ending("unreachable")
-def nobody_listens(_: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    steps.fetch(d, steps.fetching(("127.0.0.1:9",), cached))
-
-
-@ending("refused")
-def there_are_more_stages_than_layers(
-    p: fakes.Worker, d: fakes.Worker, cached: int
-) -> None:
-    stages = len(fakes.NAMES) + 1
-    gone = ("127.0.0.1:9",) * stages
-    steps.fetch(d, steps.fetching(gone, cached, stages=stages))
-    steps.prefill(p, steps.sending(steps.FROM, 10, gone, stages))
-
-
-@ending(*ANY)
-def nobody_publishes(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    steps.ask(d, p, cached=cached)
-
-
-@ending("unpublished", patient=True)
-def it_was_fetched_before(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    """Prefill has answered where it was: nobody waits for long."""
-    steps.give(p)
-    p.side.finished(("p",))
-    steps.ask(d, p, computed=True)
-    assert eventually(lambda: steps.received(d))
-    assert d.side.take_errors() == set()
-    assert "unpublished" not in d.side.take_observed()
-    steps.ask(d, p, cached=cached, computed=True)
-
-
-@ending(*ANY)
-def its_lease_is_over(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    steps.give(p)
-    assert steps.drained(p)
-    steps.ask(d, p, cached=cached)
-
-
-@ending(*ANY)
-def it_is_another_prompt(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    steps.give(p)
-    step = steps.fetching(steps.addresses([p]), cached)
-    step.loads[0].hashes = {"0": steps.HASHES[::-1]}
-    steps.fetch(d, step)
-
-
-def begins(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    steps.ask(d, p, cached=cached)
-    steps.give_first(p)
-
-
-@ending(*ANY)
-def prefill_preempts(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    begins(p, d, cached)
-    p.side.fence(WorkerStep(fenced={"p"}))
-
-
-@ending("unpublished", patient=True)
-def prefill_ends_it(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    begins(p, d, cached)
-    p.side.finished(("p",))
-
-
-@ending(*ANY)
-def prefill_leaves(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    begins(p, d, cached)
-    p.side.close()
-
-
-@ending(*ANY)
-def its_time_is_over(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    begins(p, d, cached)
-
-
-@ending(patient=True)
-def decode_ends_it(p: fakes.Worker, d: fakes.Worker, cached: int) -> None:
-    begins(p, d, cached)
-    d.side.finished(("d",))
-
-
-@CACHED
-@pytest.mark.parametrize(("way", "reasons", "limits"), ENDINGS)
-def test_what_does_not_arrive_is_missing_for_a_reason(
-    *,
-    way: Way,
-    reasons: tuple[str, ...],
-    limits: dict[str, float],
-    cached: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Without what was here, since vLLM ends each request that uses such a block."""
-    monkeypatch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
-    with steps.workers(**limits) as (p, d):
-        way(p, d, cached)
+    limits = {"load_timeout_s": 600.0, "lease_s": 30.0}
+    if not patient:
+        limits = {"load_timeout_s": 0.4, "lease_s": 0.3}
+    with pytest.MonkeyPatch.context() as patch, steps.workers(**limits) as (p, d):
+        patch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
+        yield p, d
         assert eventually(lambda: steps.received(d))
         errors, observed = d.side.take_errors(), d.side.take_observed()
         assert set(steps.INTO[1:]) <= errors <= set(steps.INTO[cached:])
@@ -241,9 +142,86 @@ def test_what_does_not_arrive_is_missing_for_a_reason(
         counted = REASONS.keys() & observed.keys()
         assert len(counted) == bool(reasons)
         assert counted <= {*reasons}
-        if way is it_is_another_prompt:
-            assert d.tensors[fakes.NAMES[0]].max() == fakes.FREE
-        assert way is prefill_leaves or steps.drained(p)
+        assert leaves or steps.drained(p)
+
+
+@CACHED
+def test_nobody_listens(cached: int) -> None:
+    with expect_missing(cached, "unreachable") as (_, d):
+        steps.fetch(d, steps.fetching(("127.0.0.1:9",), cached))
+
+
+@CACHED
+def test_there_are_more_stages_than_layers(cached: int) -> None:
+    stages = len(fakes.NAMES) + 1
+    gone = ("127.0.0.1:9",) * stages
+    with expect_missing(cached, "refused") as (p, d):
+        steps.fetch(d, steps.fetching(gone, cached, stages=stages))
+        steps.prefill(p, steps.sending(steps.FROM, 10, gone, stages))
+
+
+@CACHED
+def test_nobody_publishes(cached: int) -> None:
+    with expect_missing(cached, *ANY) as (p, d):
+        steps.ask(d, p, cached=cached)
+
+
+@CACHED
+def test_it_was_fetched_before(cached: int) -> None:
+    """Prefill has answered where it was: nobody waits for long."""
+    with expect_missing(cached, "unpublished", patient=True) as (p, d):
+        steps.give(p)
+        p.side.finished(("p",))
+        steps.ask(d, p, computed=True)
+        assert eventually(lambda: steps.received(d))
+        assert d.side.take_errors() == set()
+        assert "unpublished" not in d.side.take_observed()
+        steps.ask(d, p, cached=cached, computed=True)
+
+
+@CACHED
+def test_its_lease_is_over(cached: int) -> None:
+    """Nobody came in time, so its blocks are free."""
+    with expect_missing(cached, *ANY) as (p, d):
+        steps.give(p)
+        assert steps.drained(p)
+        steps.ask(d, p, cached=cached)
+
+
+@CACHED
+def test_it_is_another_prompt(cached: int) -> None:
+    with expect_missing(cached, *ANY) as (p, d):
+        steps.give(p)
+        step = steps.fetching(steps.addresses([p]), cached)
+        step.loads[0].hashes = {"0": steps.HASHES[::-1]}
+        steps.fetch(d, step)
+    assert d.tensors[fakes.NAMES[0]].max() == fakes.FREE
+
+
+@CACHED
+@pytest.mark.parametrize("who", ["prefill preempts", "prefill leaves", "time is over"])
+def test_it_ends_in_the_middle(who: str, cached: int) -> None:
+    leaves = who == "prefill leaves"
+    with expect_missing(cached, *ANY, leaves=leaves) as (p, d):
+        steps.ask(d, p, cached=cached)
+        steps.give_first(p)
+        if who == "prefill preempts":
+            p.side.fence(WorkerStep(fenced={"p"}))
+        elif leaves:
+            p.side.close()
+
+
+@CACHED
+@pytest.mark.parametrize("reasons", [("unpublished",), ()], ids=["prefill", "decode"])
+def test_one_side_ends_it(reasons: tuple[str, ...], cached: int) -> None:
+    """Decode's own end has no reason that is counted."""
+    with expect_missing(cached, *reasons, patient=True) as (p, d):
+        steps.ask(d, p, cached=cached)
+        steps.give_first(p)
+        if reasons:
+            p.side.finished(("p",))
+        else:
+            d.side.finished(("d",))
 
 
 @CACHED
@@ -408,12 +386,6 @@ def test_nobody_wants_it_any_more() -> None:
         steps.fetch(d, steps.fetching(remote, declined=True, traceparent=""))
         assert eventually(lambda: steps.freed(p))
         assert d.side.finished(()) == (set(), set())
-
-
-def test_nobody_comes() -> None:
-    with steps.workers(lease_s=0.2) as (p, _):
-        steps.give(p)
-        assert steps.drained(p)
 
 
 @pytest.mark.parametrize(

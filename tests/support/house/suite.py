@@ -62,7 +62,7 @@ CHECKS = (
         # soak between its faults. A slow network is slow, planted mistakes take time.
         beyond=(
             "packages/certify/tests/bench/",
-            "packages/vllm/tests/programs/bench/",
+            "packages/vllm/tests/programs/handover.py",
             "tests/programs/soak/",
             "tests/support/proxy.py",
             # A guest's files change without a word; an owner offers at any time.

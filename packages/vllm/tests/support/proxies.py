@@ -11,6 +11,7 @@ import asyncio
 import dataclasses
 import errno
 import json
+from collections import defaultdict
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -29,12 +30,10 @@ import httpx
 from aiohttp import web
 from aiohttp.typedefs import Handler as Handling
 
-from kvwire.directory import Record
 from kvwire_vllm.proxy.app import SERVED, ProxyApp, ProxySettings
 from kvwire_vllm.proxy.client import EngineClient
 from kvwire_vllm.proxy.engines import VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
-from kvwire_vllm.proxy.members import AllowedHosts, read_member
 
 P1 = VllmServer("http://p1", ("p1:1",))
 P2 = VllmServer("http://p2", ("p2:1",))
@@ -50,7 +49,10 @@ Handler = Callable[[dict[str, Any]], Awaitable[Said]]
 
 
 class Engines(EngineClient):
-    """Answers for every engine, and notes what each was asked."""
+    """Answers for every engine, and notes what each was asked.
+
+    What prefill has not computed, decode waits for.
+    """
 
     def __init__(self, **handlers: Handler) -> None:
         super().__init__()
@@ -60,6 +62,7 @@ class Engines(EngineClient):
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.sent: list[tuple[str, Any]] = []
         self.headers: dict[str, Mapping[str, str]] = {}
+        self._computed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     @asynccontextmanager
     async def _request(
@@ -78,7 +81,14 @@ class Engines(EngineClient):
             self.asked.append((host, fields))
             self.sent.append((urlsplit(url).path, body))
             self.headers[host] = headers
-        yield await handler(fields)
+        said = await handler(fields)
+        params = fields.get("kv_transfer_params") or {}
+        computed = self._computed[params.get("transfer_id", "")]
+        if params.get("do_remote_decode") and said[0] == 200:
+            computed.set()
+        if params.get("do_remote_prefill") and said[0] == 200:
+            await computed.wait()
+        yield said
 
     def hosts(self) -> list[str]:
         return [host for host, _ in self.asked]
@@ -197,38 +207,6 @@ async def streamed(
     ):
         async for part in said.aiter_raw():
             yield part
-
-
-async def turns_until(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise TimeoutError
-
-
-# --- engines that a directory names ---------------------------------------------------
-
-HERE = AllowedHosts()
-
-
-def record(port: int, role: str, incarnation: str, **fields: Any) -> Record:
-    """What an engine of this host announces."""
-    http = {"http": f"http://127.0.0.1:{port}", "slots": "8"}
-    return Record(
-        name=f"{role}-{port}",
-        address=f"tcp://127.0.0.1:{port}",
-        incarnation=incarnation,
-        role=role,
-        labels=http | fields.pop("labels", {}),
-        **fields,
-    )
-
-
-def member(port: int = 1, role: str = "decode", start: int = 1, **fields: Any) -> Any:
-    """As a proxy reads it from a directory: its key, and its record."""
-    said = record(port, role, f"{start:032x}", **fields)
-    return said.key, read_member(said, HERE)
 
 
 # --- proxies --------------------------------------------------------------------------

@@ -8,16 +8,12 @@ is small; its transfers are over when a test says so, with the blocks that it na
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
-import select
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +40,7 @@ with warnings.catch_warnings():
 
     from kvwire_vllm.connector import ArrivedPrompts
     from kvwire_vllm.metadata import LoadPrompt
+    from packages.vllm.tests.support.own_http import Asked, OwnHTTP, serving
 
 BLOCK_TOKENS = 128
 _NOTHING = -1
@@ -68,48 +65,6 @@ class _Running:
 
     tokens: list[int]
     blocks: list[int]
-
-
-class OwnHTTP(ThreadingHTTPServer):
-    """The HTTP server of the engine: what it is asked waits for the rig."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Asked)
-        self.asked: queue.SimpleQueue[_Completion] = queue.SimpleQueue()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-@dataclass
-class _Completion:
-    body: dict[str, Any]
-    done: threading.Event = field(default_factory=threading.Event)
-    gone: bool = False  # the client has
-
-
-class _Asked(BaseHTTPRequestHandler):
-    server: OwnHTTP
-
-    def do_POST(self) -> None:
-        said = self.rfile.read(int(self.headers["content-length"]))
-        asked = _Completion(json.loads(said))
-        self.server.asked.put(asked)
-        while not asked.done.wait(0.002):
-            if select.select([self.connection], [], [], 0)[0]:
-                asked.gone = True
-                return
-        with contextlib.suppress(OSError):
-            self.send_response(200)
-            self.send_header("content-length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-    def log_message(self, *_: Any) -> None:
-        """Write no line for each request."""
 
 
 class Rig:
@@ -155,7 +110,7 @@ class Rig:
         self._cache = np.full((blocks, BLOCK_TOKENS), _NOTHING, np.int64)
         self._running: dict[str, _Running] = {}
         self._scheduled: deque[Any] = deque()
-        self._own: dict[str, _Completion] = {}
+        self._own: dict[str, Asked] = {}
         self._landed: set[str] = set()
         self._transfers: dict[str, LoadPrompt] = {}
         self._lost: dict[str, Collection[int]] = {}
@@ -372,13 +327,9 @@ class Rig:
 def rig(
     model: Path, *, blocks: int = 64, ahead: bool = False, chunk: int = 1024
 ) -> Iterator[Rig]:
-    with OwnHTTP() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
+    with serving() as server:
         made = Rig(model, server, blocks=blocks, ahead=ahead, chunk=chunk)
         try:
             yield made
         finally:
             made.scheduler.shutdown()
-            server.shutdown()
-            thread.join()

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import pytest
@@ -33,19 +33,6 @@ STARTS_WITHIN_S = 300.0
 ANSWERS_WITHIN_S = 120.0
 
 
-class Started(Protocol):
-    """What a test does with a process; `subprocess.Popen` has all of it."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int, /) -> None: ...
-
-
 @dataclass
 class Process:
     """A server as a process group of its own."""
@@ -54,7 +41,7 @@ class Process:
     log: Path  # where its output goes
     url: str  # where it serves
     environment: dict[str, str] = field(default_factory=dict)  # beside our own
-    running: Started | None = None
+    running: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -101,17 +88,6 @@ class Process:
             yield
         finally:
             self.signal(signal.SIGCONT)
-
-    def bind(self, core: int) -> None:
-        """Bind every thread that it has to a core."""
-        assert self.running is not None
-        group = os.getpgid(self.running.pid)
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # it ended meanwhile
-                # Behind the name, which may contain anything: state, parent, group.
-                if int(stat.read_text().rpartition(")")[2].split()[2]) == group:
-                    for thread in (stat.parent / "task").iterdir():
-                        os.sched_setaffinity(int(thread.name), {core})
 
     def post(self, path: str, **asked: Any) -> Any:
         return httpx.post(f"{self.url}{path}", json=asked, timeout=ANSWERS_WITHIN_S)
