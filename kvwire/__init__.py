@@ -58,18 +58,19 @@ if TYPE_CHECKING:
         open,  # noqa: A004 - the public name
     )
     from kvwire.endpoint.connection import Connection
+    from kvwire.endpoint.engine import Engine
+    from kvwire.endpoint.engine_ends import (
+        EngineIncoming,
+        EngineOutgoing,
+    )
     from kvwire.endpoint.peer import Peer
     from kvwire.endpoint.region import Region
-    from kvwire.endpoint.remote_window import RemoteWindow
     from kvwire.endpoint.request import Request
     from kvwire.endpoint.snapshot import (
         Snapshot,
     )
-    from kvwire.engine.ends import (
-        EngineIncoming,
-        EngineOutgoing,
-    )
-    from kvwire.engine.engine import Engine
+    from kvwire.endpoint.windows.remote_window import RemoteWindow
+    from kvwire.endpoint.windows.window import Window
     from kvwire.kv.outcome import Outcome, Timings
     from kvwire.kv.paged import PagedCache
     from kvwire.kv.pool import BlockPool
@@ -77,7 +78,6 @@ if TYPE_CHECKING:
     from kvwire.kv.spec import KVSpec
     from kvwire.transfers.incoming import Incoming, Joined, join
     from kvwire.transfers.outgoing import Outgoing
-    from kvwire.windows.window import Window
 
 __version__ = "0.1.0"
 
@@ -148,9 +148,9 @@ _HOMES: Final = {
     "Config": "kvwire.config",
     "Connection": "kvwire.endpoint.connection",
     "Snapshot": "kvwire.endpoint.snapshot",
-    "Engine": "kvwire.engine.engine",
-    "EngineIncoming": "kvwire.engine.ends",
-    "EngineOutgoing": "kvwire.engine.ends",
+    "Engine": "kvwire.endpoint.engine",
+    "EngineIncoming": "kvwire.endpoint.engine_ends",
+    "EngineOutgoing": "kvwire.endpoint.engine_ends",
     "Incoming": "kvwire.transfers.incoming",
     "Joined": "kvwire.transfers.incoming",
     "join": "kvwire.transfers.incoming",
@@ -165,9 +165,9 @@ _HOMES: Final = {
     "Outgoing": "kvwire.transfers.outgoing",
     "Peer": "kvwire.endpoint.peer",
     "Region": "kvwire.endpoint.region",
-    "RemoteWindow": "kvwire.endpoint.remote_window",
+    "RemoteWindow": "kvwire.endpoint.windows.remote_window",
     "Request": "kvwire.endpoint.request",
-    "Window": "kvwire.windows.window",
+    "Window": "kvwire.endpoint.windows.window",
 }
 
 

@@ -48,6 +48,7 @@ from kvwire.endpoint.snapshot import (
     snapshot_of,
     transfer_snapshots,
 )
+from kvwire.endpoint.windows.window import Window
 from kvwire.errors import ClosedOK, UsageError, wrong_type
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
@@ -64,7 +65,6 @@ from kvwire.transfers.options import PublishOptions, ReceiveOptions, check_optio
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.transfers.registry import TransferRegistry, TransferServices
 from kvwire.types import Access, AccessName, Address, Device
-from kvwire.windows.window import Window
 from kvwire.wire.handshake_messages import ConnectionParameters
 
 # The most peers that one communicator knows by name; each may have a connection.

@@ -18,8 +18,11 @@ from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.arguments import TAG_MAX, check_grant, check_size, checked_tag
 from kvwire.endpoint.device_requests import DeviceRequests
 from kvwire.endpoint.message_sink import MessageSink
-from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
+from kvwire.endpoint.windows.ask import WindowAsk
+from kvwire.endpoint.windows.opened import PeerWindows, WindowOpening
+from kvwire.endpoint.windows.remote_window import RemoteWindow
+from kvwire.endpoint.windows.shown import OwnWindows
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -70,14 +73,11 @@ from kvwire.types import (
     PeerInfo,
     TransportReport,
 )
-from kvwire.windows.ask import WindowAsk
-from kvwire.windows.opened import PeerWindows, WindowOpening
-from kvwire.windows.shown import OwnWindows
 from kvwire.wire.control import AccessBody
 
 if TYPE_CHECKING:
+    from kvwire.endpoint.windows.window import WindowTable
     from kvwire.transfers.registry import TransferServices
-    from kvwire.windows.window import WindowTable
 
 _new: Final = object.__new__
 _SEND: Final = RequestKind.SEND

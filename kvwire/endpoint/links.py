@@ -24,6 +24,7 @@ from kvwire.driver.handshake import HandshakeDriver, report_of
 from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.connection import Connection, Dialled
 from kvwire.endpoint.dialling import Dialling
+from kvwire.endpoint.windows.window import WindowTable
 from kvwire.errors import (
     ClosedOK,
     ConnectError,
@@ -44,7 +45,6 @@ from kvwire.proto.handshake import (
 from kvwire.proto.regions import RegionRecord, RegionTable
 from kvwire.transfers.registry import TransferServices
 from kvwire.types import Address
-from kvwire.windows.window import WindowTable
 from kvwire.wire.control import BackendOffer, TransportOffer
 from kvwire.wire.handshake_messages import NONCE_BYTES
 

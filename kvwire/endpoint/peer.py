@@ -35,8 +35,9 @@ from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.reconnect import REDIAL_S, Reconnector
-from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
+from kvwire.endpoint.windows.opened import OpenedWindow
+from kvwire.endpoint.windows.remote_window import RemoteWindow
 from kvwire.errors import (
     AuthenticationFailed,
     BackendUnavailable,
@@ -59,7 +60,6 @@ from kvwire.transfers.incoming import Incoming
 from kvwire.transfers.options import ReceiveOptions, SendOptions, check_options
 from kvwire.transfers.outgoing import Outgoing
 from kvwire.types import Address, Deadline, Grant
-from kvwire.windows.opened import OpenedWindow
 
 # The most members tried in one round, and the longest pause between two rounds. So a
 # directory full of forged records costs at most 16 attempts a second.

@@ -15,8 +15,8 @@ import kvwire
 from kvwire.cli.inspect import screen
 from kvwire.cli.main import main
 from kvwire.directory.file import FileDirectory
+from kvwire.endpoint.io_thread import called
 from kvwire.endpoint.snapshot import CallSnapshot, PartSnapshot
-from kvwire.engine.io_thread import called
 from kvwire.observe.view import process_view
 from tests.directory.records import record
 from tests.support.caches import Memory

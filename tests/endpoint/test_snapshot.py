@@ -18,8 +18,8 @@ from kvwire import Connection, Incoming, Outcome, Outgoing
 from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.inspector import INSPECT_CLIENTS_MAX, INSPECT_LINE_BYTES_MAX
+from kvwire.endpoint.io_thread import called
 from kvwire.endpoint.snapshot import SILENCE_S
-from kvwire.engine.io_thread import called
 from kvwire.limits import SNAPSHOT_ROWS_MAX
 from tests.support import inside, virtual_time
 from tests.support.caches import LAYERS, Memory

@@ -13,12 +13,12 @@ import pytest
 
 import kvwire
 from kvwire import Connection
+from kvwire.endpoint.windows.fields import encode_geometry, encode_memory
+from kvwire.endpoint.windows.map import geometry_of_pools, placed
+from kvwire.endpoint.windows.ticket import read_ticket, write_ticket
 from kvwire.kv.geometry import Geometry
 from kvwire.limits import REQUEST_BYTES_MAX, WINDOW_GET_BLOCKS_MAX
 from kvwire.proto.windows import WINDOWS_OPEN_MAX
-from kvwire.windows.fields import encode_geometry, encode_memory
-from kvwire.windows.map import geometry_of_pools, placed
-from kvwire.windows.ticket import read_ticket, write_ticket
 from kvwire.wire.control import (
     WindowClose,
     WindowGet,

@@ -10,13 +10,13 @@ import pytest
 
 import kvwire
 from kvwire import Snapshot
+from kvwire.endpoint.io_thread import called
 from kvwire.endpoint.snapshot import (
     CallSnapshot,
     ConnectionSnapshot,
     PartSnapshot,
     TransferSnapshot,
 )
-from kvwire.engine.io_thread import called
 from kvwire.limits import NAME_CHARS_MAX
 from kvwire.observe.inspect_page import InspectPage
 from kvwire.observe.view import (

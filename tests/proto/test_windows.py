@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvwire.endpoint.windows.fields import decode_memory, encode_memory, unpacked
+from kvwire.endpoint.windows.map import geometry_of_pools, placed, spans_of
 from kvwire.errors import (
     AccessDenied,
     ProtocolError,
@@ -31,8 +33,6 @@ from kvwire.proto.events import (
 from kvwire.proto.records import RequestRecord
 from kvwire.proto.windows import WINDOWS_OPEN_MAX
 from kvwire.types import RequestId
-from kvwire.windows.fields import decode_memory, encode_memory, unpacked
-from kvwire.windows.map import geometry_of_pools, placed, spans_of
 from kvwire.wire.control import (
     WindowClose,
     WindowGet,

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 
 import kvwire
-from kvwire.engine.io_thread import called
+from kvwire.endpoint.io_thread import called
 from tests.support.caches import SPEC, Memory, same
 from tests.support.world import World, scenario
 

@@ -38,9 +38,9 @@ import uvloop
 
 import kvwire
 import kvwire_ucx.windows
+from kvwire.endpoint.windows.ticket import SERIAL_BYTES, read_ticket, write_ticket
 from kvwire.kv.blocks import Bits, Ids
 from kvwire.memory.generations import Generations
-from kvwire.windows.ticket import SERIAL_BYTES, read_ticket, write_ticket
 from kvwire_certify.oracle import Words
 from kvwire_local import blocks
 from tests.programs.soak.processes import PING_INTERVAL_S, ProcessSoak, say

@@ -9,15 +9,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Final
 
-from kvwire.errors import ProfileMismatch, ProtocolError, UsageError
-from kvwire.kv.geometry import Geometry
-from kvwire.windows.fields import (
+from kvwire.endpoint.windows.fields import (
     decode_memory,
     encode_geometry,
     read_geometry,
 )
-from kvwire.windows.map import geometry_of_pools, view_walks
-from kvwire.windows.ticket import read_ticket, write_ticket
+from kvwire.endpoint.windows.map import geometry_of_pools, view_walks
+from kvwire.endpoint.windows.ticket import read_ticket, write_ticket
+from kvwire.errors import ProfileMismatch, ProtocolError, UsageError
+from kvwire.kv.geometry import Geometry
 from tests.programs.fuzz.reader import Reader
 from tests.support.caches import Filled
 

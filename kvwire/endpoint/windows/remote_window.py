@@ -12,6 +12,11 @@ import numpy.typing as npt
 
 from kvwire.aio import Closing, LoopThread, absolute, running_loop, start_task
 from kvwire.endpoint.request import Request
+from kvwire.endpoint.windows.ask import ReadQueue
+from kvwire.endpoint.windows.opened import OpenedWindow
+from kvwire.endpoint.windows.reading import Reading
+from kvwire.endpoint.windows.ticket import read_ticket, write_ticket
+from kvwire.endpoint.windows.window import as_cache
 from kvwire.errors import (
     KVWireError,
     UsageError,
@@ -24,11 +29,6 @@ from kvwire.kv.spec import KVSpec
 from kvwire.memory.buffers import Memory
 from kvwire.proto.state import RequestKind
 from kvwire.types import Deadline
-from kvwire.windows.ask import ReadQueue
-from kvwire.windows.opened import OpenedWindow
-from kvwire.windows.reading import Reading
-from kvwire.windows.ticket import read_ticket, write_ticket
-from kvwire.windows.window import as_cache
 
 _READ: Final = RequestKind.READ
 _new: Final = object.__new__

@@ -11,8 +11,8 @@ import pytest
 
 import kvwire
 from kvwire.backend import WindowReader
+from kvwire.endpoint.windows.opened import PeerWindows
 from kvwire.limits import MIB, WINDOW_GET_BYTES_MAX
-from kvwire.windows.opened import PeerWindows
 from kvwire_certify.oracle import content
 from tests.backends.kvwire_ucx.support import SHARED_MEMORY, needs_reading
 from tests.support import inside

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire.engine import engine as engine_module
-from kvwire.engine import io_thread
+from kvwire.endpoint import engine as engine_module
+from kvwire.endpoint import io_thread
 from kvwire_certify.conformance.rig import open_descriptors
 
 # Where the interrupt comes before anybody has looked at the coroutine.

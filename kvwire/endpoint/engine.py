@@ -24,15 +24,15 @@ from kvwire.directory import Record
 from kvwire.endpoint.communicator import Communicator
 from kvwire.endpoint.communicator import open as open_communicator
 from kvwire.endpoint.connection import Connection
+from kvwire.endpoint.engine_ends import EngineIncoming, EngineOutgoing
+from kvwire.endpoint.io_thread import IOThread, bind_thread, called
 from kvwire.endpoint.peer import Peer
-from kvwire.engine.ends import EngineIncoming, EngineOutgoing
-from kvwire.engine.io_thread import IOThread, bind_thread, called
+from kvwire.endpoint.windows.window import Window
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.paged import PagedCache
 from kvwire.memory.buffers import Memory
 from kvwire.transfers.options import PublishOptions, ReceiveOptions, SendOptions
 from kvwire.types import Address, Uncopied
-from kvwire.windows.window import Window
 
 T = TypeVar("T")
 # Time for closing directories and transports, after a communicator's connections.

@@ -12,11 +12,11 @@ import numpy as np
 from msgspec import Meta
 
 from kvwire.backend.window import WindowMemory
+from kvwire.endpoint.windows.map import PeerGroup, Placed, spans_of
 from kvwire.errors import ProfileMismatch, ProtocolError, UsageError
 from kvwire.kv.blocks import Bits
 from kvwire.kv.geometry import Geometry, geometry_of
 from kvwire.limits import KV_GROUPS_MAX, WINDOW_MEMORY_BYTES_MAX
-from kvwire.windows.map import PeerGroup, Placed, spans_of
 from kvwire.wire.control import DECODE_ERRORS, GeometryFields
 
 _Address = Annotated[int, Meta(ge=0, lt=2**62)]

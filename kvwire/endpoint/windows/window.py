@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.aio import Closing, LoopThread
+from kvwire.endpoint.windows.map import geometry_of_pools
+from kvwire.endpoint.windows.ticket import SERIAL_BYTES, write_ticket
 from kvwire.errors import UsageError, check_name, wrong_type
 from kvwire.kv.blocks import Blocks, Ids
 from kvwire.kv.geometry import Geometry
@@ -27,8 +29,6 @@ from kvwire.kv.paged import PagedCache
 from kvwire.kv.spec import KVSpec
 from kvwire.memory.buffers import Memory, as_payload
 from kvwire.memory.generations import Generations
-from kvwire.windows.map import geometry_of_pools
-from kvwire.windows.ticket import SERIAL_BYTES, write_ticket
 
 # The most windows that one communicator exposes.
 WINDOWS_MAX: Final = 1024

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from kvwire.engine.io_thread import IOThread, called
+from kvwire.endpoint.io_thread import IOThread, called
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import Blocks
 from kvwire.kv.outcome import Outcome

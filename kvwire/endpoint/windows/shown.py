@@ -14,6 +14,21 @@ import numpy as np
 from kvwire.backend.window import WindowMemory
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneEndpoint, LaneState
+from kvwire.endpoint.windows.data import gathered
+from kvwire.endpoint.windows.fields import (
+    encode_geometry,
+    encode_memory,
+    packed,
+    read_geometry,
+)
+from kvwire.endpoint.windows.map import (
+    BlockPlaces,
+    pieces_max,
+    placed,
+    spans_of,
+    view_walks,
+)
+from kvwire.endpoint.windows.window import Window, WindowTable
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionLost,
@@ -38,21 +53,6 @@ from kvwire.proto.events import (
     WindowViewed,
 )
 from kvwire.proto.records import RequestRecord
-from kvwire.windows.data import gathered
-from kvwire.windows.fields import (
-    encode_geometry,
-    encode_memory,
-    packed,
-    read_geometry,
-)
-from kvwire.windows.map import (
-    BlockPlaces,
-    pieces_max,
-    placed,
-    spans_of,
-    view_walks,
-)
-from kvwire.windows.window import Window, WindowTable
 from kvwire.wire.control import (
     WindowGet,
     WindowMemoryBody,

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvwire.endpoint.windows.map import BlockPlaces
 from kvwire.kv.blocks import Ids
 from kvwire.kv.fragments import columns_of
 from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.pieces import copy_pieces
-from kvwire.windows.map import BlockPlaces
 
 
 def gathered(parts: Sequence[tuple[BlockPlaces, Ids]], nbytes: int) -> memoryview:

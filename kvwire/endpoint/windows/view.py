@@ -11,6 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvwire.endpoint.windows.map import (
+    BlockPlaces,
+    PeerGroup,
+    common_pieces,
+    geometry_of_pools,
+    view_walks,
+)
+from kvwire.endpoint.windows.ticket import Ticket
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import (
     Bits,
@@ -29,14 +37,6 @@ from kvwire.kv.landed import common_tokens, leading_tokens
 from kvwire.kv.outcome import Outcome, Timings
 from kvwire.kv.paged import PagedCache
 from kvwire.types import Device, MemoryKind
-from kvwire.windows.map import (
-    BlockPlaces,
-    PeerGroup,
-    common_pieces,
-    geometry_of_pools,
-    view_walks,
-)
-from kvwire.windows.ticket import Ticket
 
 
 class WindowView:

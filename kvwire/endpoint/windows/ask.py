@@ -10,6 +10,10 @@ from typing import Final
 
 import numpy as np
 
+from kvwire.endpoint.windows.fields import unpacked
+from kvwire.endpoint.windows.opened import OpenedWindow
+from kvwire.endpoint.windows.reading import Part, Reading
+from kvwire.endpoint.windows.view import WindowView
 from kvwire.errors import (
     BackendUnavailable,
     KVWireError,
@@ -26,10 +30,6 @@ from kvwire.limits import (
 )
 from kvwire.proto.events import RequestDone
 from kvwire.proto.records import RequestRecord
-from kvwire.windows.fields import unpacked
-from kvwire.windows.opened import OpenedWindow
-from kvwire.windows.reading import Part, Reading
-from kvwire.windows.view import WindowView
 from kvwire.wire.control import WindowGet, WindowGot
 
 _U4: Final = np.dtype("<u4")

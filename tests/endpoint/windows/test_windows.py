@@ -18,12 +18,12 @@ import pytest
 
 import kvwire
 from kvwire.driver.checksums import ChecksumPolicy
+from kvwire.endpoint.windows import shown
+from kvwire.endpoint.windows.fields import encode_geometry
+from kvwire.endpoint.windows.window import WINDOWS_MAX
 from kvwire.kv.layout import Layout
 from kvwire.limits import WINDOW_GET_BLOCKS_MAX
 from kvwire.memory.arena import Arena
-from kvwire.windows import shown
-from kvwire.windows.fields import encode_geometry
-from kvwire.windows.window import WINDOWS_MAX
 from kvwire_certify.conformance.rig import open_descriptors
 from kvwire_certify.oracle import content
 from tests.support.caches import STORED, Filled

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import kvwire
-from kvwire.engine import io_thread
-from kvwire.engine.io_thread import IOThread, called
+from kvwire.endpoint import io_thread
+from kvwire.endpoint.io_thread import IOThread, called
 from tests.support.interrupts import interrupts
 from tests.test_aio import no_more_threads
 

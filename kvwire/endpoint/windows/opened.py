@@ -15,6 +15,9 @@ from kvwire.aio import TurnBudget, start_task
 from kvwire.backend.window import WindowMemory, WindowReader
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneEndpoint, LaneState
+from kvwire.endpoint.windows.fields import decode_memory, encode_geometry, read_geometry
+from kvwire.endpoint.windows.map import PeerGroup
+from kvwire.endpoint.windows.view import WindowView
 from kvwire.errors import (
     BackendUnavailable,
     ConnectionClosed,
@@ -29,9 +32,6 @@ from kvwire.kv.geometry import Geometry
 from kvwire.kv.paged import PagedCache
 from kvwire.limits import WINDOW_GEOMETRY_BYTES_MAX, WINDOW_VIEWS_MAX
 from kvwire.proto.events import RequestDone, WindowClosed, WindowMemoryOffered
-from kvwire.windows.fields import decode_memory, encode_geometry, read_geometry
-from kvwire.windows.map import PeerGroup
-from kvwire.windows.view import WindowView
 from kvwire.wire.control import WindowOpened, WindowViewBody
 
 logger: logging.Logger = logging.getLogger("kvwire.windows")

@@ -453,7 +453,7 @@ def _join(threads: Collection[threading.Thread], timeout_s: float) -> None:
 
 def _where(thread: threading.Thread) -> str:
     """Return the line that a thread is executing, for the log."""
-    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - for the log
+    frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return ""
     code = frame.f_code
@@ -483,7 +483,7 @@ def bind_thread(cpus: Collection[int]) -> None:
 
 def _forked() -> None:
     for thread in _running:
-        thread._forked = True  # noqa: SLF001 - of this file
+        thread._forked = True
     _running.clear()
 
 

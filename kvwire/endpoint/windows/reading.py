@@ -18,6 +18,10 @@ import numpy as np
 
 from kvwire.aio import start_task
 from kvwire.backend.window import BlockRead, WindowReader
+from kvwire.endpoint.windows.data import move_granules
+from kvwire.endpoint.windows.opened import OpenedWindow
+from kvwire.endpoint.windows.ticket import Ticket
+from kvwire.endpoint.windows.view import BlockResults, WindowView
 from kvwire.errors import (
     ConnectionClosed,
     ConnectionLost,
@@ -33,10 +37,6 @@ from kvwire.limits import KIB, KV_PIECES_MAX
 from kvwire.memory.device.device_copies import DeviceFailed
 from kvwire.proto.records import RequestRecord
 from kvwire.types import BufferId
-from kvwire.windows.data import move_granules
-from kvwire.windows.opened import OpenedWindow
-from kvwire.windows.ticket import Ticket
-from kvwire.windows.view import BlockResults, WindowView
 from kvwire.wire.control import WindowGot
 
 logger: logging.Logger = logging.getLogger("kvwire.windows")

@@ -22,7 +22,7 @@ import pytest
 
 import kvwire
 from kvwire import EngineIncoming, EngineOutgoing
-from kvwire.engine.io_thread import called
+from kvwire.endpoint.io_thread import called
 from tests.support.caches import BLOCKS, LAYERS, Memory, same
 from tests.support.interrupts import interrupts
 from tests.support.pairs import SCHEMES, anywhere

@@ -1,1 +1,0 @@
-"""Synchronous access: a communicator on its own thread, for programs without a loop."""
