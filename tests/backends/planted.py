@@ -50,12 +50,19 @@ def expect_found(kit: Kit, *checks: str) -> Callable[[Plant], Found]:
 
 
 def planted_in(right: Any, bug: Callable[..., Any]) -> Plant:
-    """What a bug makes of a method; it is passed the right one first."""
+    """What a bug makes of a method or a property's getter; it gets the right one first.
+
+    The bug is in the class, so that each of its objects has it.
+    """
     owner_name, name = right.__qualname__.split(".")
+
+    def wrong(*arguments: Any, **named: Any) -> Any:
+        return bug(right, *arguments, **named)
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         owner = getattr(sys.modules[right.__module__], owner_name)
-        patch.setattr(owner, name, lambda *a, **named: bug(right, *a, **named))
+        computed = isinstance(vars(owner)[name], property)
+        patch.setattr(owner, name, property(wrong) if computed else wrong)
 
     plant.__name__ = bug.__name__
     return plant

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from typing import Any
 
-import pytest
-
 from kvwire.backend import Landing, Link
 from kvwire.backend.lane import LaneHandler
+from kvwire.kv.fragments import Fragments
 from kvwire_certify.conformance import check_lanes
 from kvwire_inproc.lane import InprocLane
-from tests.backends.planted import expect_found, expect_found_in, leak_a_descriptor
+from tests.backends.planted import expect_found_in, leak_a_descriptor
 
 # --- coming up ------------------------------------------------------------------------
 
 
-@expect_found(check_lanes, "join.idle")
-def test_changes_its_bootstrap(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocLane, "bootstrap", property(lambda self: os.urandom(16)))
+@expect_found_in(InprocLane.bootstrap.fget, check_lanes, "join.idle")
+def test_changes_its_bootstrap(*_: Any) -> bytes:
+    return os.urandom(16)
 
 
 @expect_found_in(
@@ -79,14 +79,16 @@ def test_delivers_from_inside_receive(
 # --- pressure and the end -------------------------------------------------------------
 
 
-@expect_found(check_lanes, "pressure.received-total[landed]")
-def test_does_not_count_what_is_dropped(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocLane, "received_bytes", property(lambda self: 0))
+@expect_found_in(
+    InprocLane.received_bytes.fget, check_lanes, "pressure.received-total[landed]"
+)
+def test_does_not_count_what_is_dropped(*_: Any) -> int:
+    return 0
 
 
-@expect_found(check_lanes, "close.queued[nothing]", "close.twice")
-def test_never_ends_when_closed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocLane, "close", InprocLane.flush)
+@expect_found_in(InprocLane.close, check_lanes, "close.queued[nothing]", "close.twice")
+def test_never_ends_when_closed(right: Any, self: InprocLane) -> None:
+    self.flush()
 
 
 @expect_found_in(
@@ -132,3 +134,15 @@ def test_fails_on_a_wrong_descriptor_with_another_error(
 def test_leaks_a_descriptor_for_each_lane(init: Any, self: InprocLane) -> None:
     init(self)
     leak_a_descriptor()
+
+
+@expect_found_in(InprocLane.send, check_lanes, "windows.changing")
+def test_sends_what_the_memory_held_before(
+    send: Any, self: InprocLane, payload: Any, token: object
+) -> bytes:
+    """What a window that is read by messages does not survive."""
+    assert isinstance(payload, Fragments)
+    places = zip(payload.addresses.tolist(), payload.lengths.tolist(), strict=True)
+    now = b"".join(ctypes.string_at(*place) for place in places)
+    kept = self.__dict__.setdefault("kept", {}).setdefault(len(now), now)
+    return bytes(send(self, memoryview(bytearray(kept)), token))

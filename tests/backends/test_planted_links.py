@@ -31,14 +31,11 @@ def test_loses_a_frame(put: Any, self: InprocPipe, frames: list[PipeFrame]) -> N
         self.done(frames[0])
 
 
-@expect_found(check_backend, "frame.headers")
-def test_changes_a_header(patch: pytest.MonkeyPatch) -> None:
-    def frame(header: bytes, payload: Payload | None, token: object) -> PipeFrame:
-        return PipeFrame(
-            header[:7] + bytes([header[7] & 0x7F]) + header[8:], payload, token
-        )
-
-    patch.setattr(link_module, "PipeFrame", frame)
+@expect_found_in(PipeFrame.__init__, check_backend, "frame.headers")
+def test_changes_a_header(
+    init: Any, self: PipeFrame, header: bytes, *others: Any
+) -> None:
+    init(self, header[:7] + bytes([header[7] & 0x7F]) + header[8:], *others)
 
 
 @expect_found_in(
@@ -74,27 +71,19 @@ def test_writes_one_byte_too_many(
 # --- memory ---------------------------------------------------------------------------
 
 
-@expect_found(
-    check_backend, "memory.source[view]", "memory.source-late", "threads.echo"
+@expect_found_in(
+    InprocLink.wake_peer,
+    check_backend,
+    *("memory.source[view]", "memory.source-late", "threads.echo"),
 )
-def test_says_frame_sent_too_early(patch: pytest.MonkeyPatch) -> None:
-    put = InprocPipe.put
-
-    def early(self: InprocPipe, frames: list[PipeFrame]) -> None:
-        put(self, frames)
-        for frame in frames:
-            self._sent.append(frame.token)
-            frame.token = None
-
-    patch.setattr(InprocPipe, "put", early)
+def test_says_frame_sent_too_early(wake_peer: Any, self: InprocLink) -> None:
+    out: Any = self._out
+    for frame in out._frames:
+        out._sent.append(frame.token)
+        frame.token = None
     # The sender has a turn before the receiver.
-    wake_peer = InprocLink.wake_peer
-
-    def wake_both(self: InprocLink) -> None:
-        self.wake()
-        wake_peer(self)
-
-    patch.setattr(InprocLink, "wake_peer", wake_both)
+    self.wake()
+    wake_peer(self)
 
 
 @expect_found(
@@ -120,9 +109,11 @@ def test_writes_after_the_end(
         self._loop.call_soon(ends.__setitem__, slice(None), bytes(100))
 
 
-@expect_found(check_backend, "memory.abort-sender")
-def test_is_read_after_the_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocPipe, "end", lambda self, error: self.finish())
+@expect_found_in(InprocPipe.end, check_backend, "memory.abort-sender")
+def test_is_read_after_the_end(
+    right: Any, self: InprocPipe, error: Exception | None
+) -> None:
+    self.finish()
 
 
 @expect_found(
@@ -226,11 +217,13 @@ def test_never_says_link_closed_after_abort(
         finish(self, handler, end)
 
 
-@expect_found(
-    check_backend, "close.queued[many]", "close.flushed[large]", "close.unread"
+@expect_found_in(
+    InprocPipe.finish,
+    check_backend,
+    *("close.queued[many]", "close.flushed[large]", "close.unread"),
 )
-def test_drops_the_queue_on_close(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocPipe, "finish", lambda self: self.end(None))
+def test_drops_the_queue_on_close(right: Any, self: InprocPipe) -> None:
+    self.end(None)
 
 
 @expect_found_in(InprocLink.close, check_backend, "close.against-bulk", "close.both")
@@ -240,10 +233,11 @@ def test_resets_what_the_peer_sends_on_close(close: Any, self: InprocLink) -> No
     close(self)
 
 
-@expect_found(check_backend, "close.then-abort", "abort.bulk-told")
-def test_takes_abort_for_a_clean_end(patch: pytest.MonkeyPatch) -> None:
-    end = InprocPipe.end
-    patch.setattr(InprocPipe, "end", lambda self, error: end(self, None))
+@expect_found_in(InprocPipe.end, check_backend, "close.then-abort", "abort.bulk-told")
+def test_takes_abort_for_a_clean_end(
+    end: Any, self: InprocPipe, error: Exception | None
+) -> None:
+    end(self, None)
 
 
 @expect_found_in(InprocLink.close, check_backend, "close.send-after")
@@ -255,10 +249,9 @@ def test_sends_after_close(close: Any, self: InprocLink) -> None:
 # --- counters -------------------------------------------------------------------------
 
 
-@expect_found(check_backend, "pressure.queued-counts")
-def test_forgets_headers_in_queued_bytes(patch: pytest.MonkeyPatch) -> None:
-    queued = property(lambda self: sum(f.payload_bytes for f in self._unflushed))
-    patch.setattr(InprocLink, "queued_bytes", queued)
+@expect_found_in(InprocLink.queued_bytes.fget, check_backend, "pressure.queued-counts")
+def test_forgets_headers_in_queued_bytes(right: Any, self: InprocLink) -> int:
+    return sum(frame.payload_bytes for frame in self._unflushed)
 
 
 @expect_found(check_backend, "pressure.unread")
@@ -285,9 +278,11 @@ def test_stops_behind_the_first_frame(
 # --- pausing --------------------------------------------------------------------------
 
 
-@expect_found(check_backend, "pause.before", "pause.each", "pause.end")
-def test_ignores_pause(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(InprocLink, "pause", lambda self: None)
+@expect_found_in(
+    InprocLink.pause, check_backend, "pause.before", "pause.each", "pause.end"
+)
+def test_ignores_pause(*_: Any) -> None:
+    pass
 
 
 # --- addresses, isolation and leaks ---------------------------------------------------
@@ -298,22 +293,18 @@ def test_takes_a_taken_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(type(backend_module._names), "_free", lambda self, name: True)
 
 
-@expect_found(check_backend, "address.again")
-def test_closes_links_with_their_listener(patch: pytest.MonkeyPatch) -> None:
-    taken: list[InprocLink] = []
-    take, close = InprocListener.take, InprocListener.close
+@expect_found_in(InprocListener.take, check_backend, "address.again")
+def test_closes_links_with_their_listener(
+    take: Any, self: Any, link: InprocLink
+) -> None:
+    close = self.close
 
-    def remember(self: InprocListener, link: InprocLink) -> None:
-        taken.append(link)
-        take(self, link)
+    async def close_both() -> None:
+        await close()
+        link.close()
 
-    async def close_all(self: InprocListener) -> None:
-        await close(self)
-        for link in taken:
-            link.close()
-
-    patch.setattr(InprocListener, "take", remember)
-    patch.setattr(InprocListener, "close", close_all)
+    self.close = close_both
+    take(self, link)
 
 
 @expect_found_in(

@@ -1,22 +1,23 @@
-"""Bugs of windows, planted in lanes of `inproc` that read them, and in the others."""
+"""Bugs of windows, planted in lanes of `inproc` that read them."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Awaitable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from kvwire.backend import BlockRead, WindowMemory, WindowReader
+from kvwire.backend.lane import Lane, LaneContext
 from kvwire.errors import ConnectionLost
 from kvwire.kv.blocks import Bits
-from kvwire.kv.fragments import Fragments
 from kvwire.memory.generations import require_order
-from kvwire_certify.conformance import check_lanes
+from kvwire_certify.conformance import Report, check_lanes
 from kvwire_certify.conformance.runner import LANE_CHECKS
+from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
-from tests.backends.planted import Plant, expect_found, expect_found_in
+from tests.backends.planted import expect_found_in
 
 _ENTRY_BYTES = 8
 
@@ -71,92 +72,72 @@ class InprocWindow(WindowReader):
         self._closed = True
 
 
-def reads_windows(patch: pytest.MonkeyPatch) -> None:
-    """Let lanes of `inproc` read windows, as they should."""
-    patch.setattr(InprocLane, "reads_windows", True)
-    patch.setattr(InprocLane, "expose", lambda self, memory: b"window")
-    patch.setattr(InprocLane, "conceal", lambda self, memory: None)
-    patch.setattr(
-        InprocLane, "window", lambda self, description, memory: InprocWindow(memory)
-    )
+class WindowLane(InprocLane):
+    """A lane of `inproc` that reads windows, as it should."""
+
+    reads_windows = True
+
+    def expose(self, memory: WindowMemory) -> bytes:
+        return b"window"
+
+    def conceal(self, memory: WindowMemory) -> None:
+        pass
+
+    def window(self, description: bytes, memory: WindowMemory) -> WindowReader:
+        return InprocWindow(memory)
 
 
-def reader_with(method: str, bug: Any) -> Plant:
-    """A bug of the reader above."""
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        reads_windows(patch)
-        patch.setattr(InprocWindow, method, bug)
-
-    return plant
+class WindowBackend(InprocBackend):
+    def open_lane(self, context: LaneContext) -> Lane:
+        return WindowLane()
 
 
-def _says_that_all_is_well(self: InprocWindow, batch: BlockRead) -> Bits:
+def check_windows(_: str, **named: Any) -> Awaitable[Report]:
+    """The kit, with lanes that read windows."""
+    return check_lanes(WindowBackend, **named)
+
+
+@expect_found_in(InprocWindow.looks_after, check_windows, "windows.changing")
+def test_does_not_look_again(*_: Any) -> bool:
+    return True
+
+
+@expect_found_in(
+    InprocWindow.looks_before,
+    check_windows,
+    *("windows.withdrawn", "windows.forged", "windows.changing"),
+)
+def test_does_not_look_at_all(*_: Any) -> bool:
+    return True
+
+
+@expect_found_in(InprocWindow.check, check_windows, "windows.closed")
+def test_reads_after_close(*_: Any) -> None:
+    pass
+
+
+@expect_found_in(InprocWindow.read, check_windows, "windows.offered")
+def test_copies_nothing(read: Any, self: InprocWindow, batch: BlockRead) -> Bits:
     return np.ones(batch.entries.size, np.bool_)
 
 
-def _fails_with_another_error(self: InprocWindow, batch: BlockRead) -> Bits:
+@expect_found_in(InprocWindow.read, check_windows, "windows.ended")
+def test_raises_anything(*_: Any) -> Bits:
     raise KeyError("no lane")
 
 
-BUGS: dict[str, tuple[str, Any, tuple[str, ...]]] = {
-    "does not look again": (
-        "looks_after",
-        lambda self, entry, ticket: True,
-        ("windows.changing",),
-    ),
-    "does not look at all": (
-        "looks_before",
-        lambda self, entry, ticket: True,
-        ("windows.withdrawn", "windows.forged", "windows.changing"),
-    ),
-    "reads after close": ("check", lambda self: None, ("windows.closed",)),
-    "copies nothing": ("read", _says_that_all_is_well, ("windows.offered",)),
-    "raises anything": ("read", _fails_with_another_error, ("windows.ended",)),
-}
+@expect_found_in(InprocWindow.inside, check_windows, "windows.forged")
+def test_believes_entries_beyond_the_table(
+    inside: Any, self: InprocWindow, origin: int, run: int, entry: int
+) -> bool:
+    """And what it finds there."""
+    if entry >= self._entries:
+        self.looks_before = lambda *_: True  # type: ignore[method-assign]
+    return bool(inside(self, origin, run, 0))
 
 
-@pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize("name", BUGS)
-async def test_a_reader(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, bug, checks = BUGS[name]
-    await expect_found(check_lanes, *checks)(reader_with(method, bug))(monkeypatch)
-
-
-_right_look = InprocWindow.looks_before
-
-
-@expect_found(check_lanes, "windows.forged")
-def test_believes_entries_beyond_the_table(patch: pytest.MonkeyPatch) -> None:
-    reads_windows(patch)
-
-    def inside(self: InprocWindow, origin: int, run: int, entry: int) -> bool:
-        return 0 <= origin - self._start <= self._nbytes - run
-
-    def looks(self: InprocWindow, entry: int, ticket: int) -> bool:
-        return entry >= self._entries or _right_look(self, entry, ticket)
-
-    patch.setattr(InprocWindow, "inside", inside)
-    patch.setattr(InprocWindow, "looks_before", looks)
-
-
-async def test_a_lane_that_reads_windows_passes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_lane_that_reads_windows_passes() -> None:
     """The reader in which the bugs are planted has none by itself."""
-    reads_windows(monkeypatch)
     checks = [c.id for c in LANE_CHECKS if c.id.startswith("windows.")]
-    report = await check_lanes("inproc", only=checks)
+    report = await check_lanes(WindowBackend, only=checks)
     assert len(report.passed) == len(checks) == 6
-
-
-@expect_found_in(InprocLane.send, check_lanes, "windows.changing")
-def test_sends_what_the_memory_held_before(
-    send: Any, self: InprocLane, payload: Any, token: object
-) -> bytes:
-    """What a window that is read by messages does not survive."""
-    assert isinstance(payload, Fragments)
-    places = zip(payload.addresses.tolist(), payload.lengths.tolist(), strict=True)
-    now = b"".join(ctypes.string_at(*place) for place in places)
-    kept = self.__dict__.setdefault("kept", {}).setdefault(len(now), now)
-    return bytes(send(self, memoryview(bytearray(kept)), token))
