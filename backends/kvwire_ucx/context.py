@@ -12,14 +12,7 @@ from typing import Final, final
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx import binding
 from kvwire_ucx.binding import OK
-from kvwire_ucx.library import (
-    ACTIVE,
-    UcxLibrary,
-    load,
-    port_state,
-    rdma_devices,
-    remedy,
-)
+from kvwire_ucx.library import ACTIVE, MACHINE, UcxLibrary, load, port_state, remedy
 from kvwire_ucx.locked import lock_limit, pinned_bytes, too_little_to_lock
 from kvwire_ucx.settings import REQUIRE_RDMA, UcxSettings, parse
 from kvwire_ucx.turns import Turns
@@ -143,7 +136,7 @@ class Context:
             self.library.ucp.cleanup(handle)
 
     def _no_rdma(self) -> str:
-        devices = ", ".join(rdma_devices()) or "none"
+        devices = ", ".join(MACHINE.rdma_devices()) or "none"
         if self.knows_rdma:
             built = "it was built with RDMA"
         else:

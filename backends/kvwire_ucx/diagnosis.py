@@ -10,7 +10,7 @@ from typing import Final
 from kvwire.backend import Availability, Finding
 from kvwire.errors import BackendUnavailable
 from kvwire_ucx.context import Context, Resource
-from kvwire_ucx.library import UcxLibrary, copies, load, rdma_devices, remedy
+from kvwire_ucx.library import MACHINE, Machine, UcxLibrary, copies, load, remedy
 from kvwire_ucx.locked import UNLIMITED, lock_limit
 
 _BEFORE_TCP: Final = 20
@@ -34,57 +34,65 @@ def probed() -> tuple[tuple[Resource, ...], bool]:
 
 
 @functools.cache
-def availability() -> Availability:
+def availability(machine: Machine = MACHINE) -> Availability:
     """Return whether UCX can run here.
 
     Cached for the process, because every handshake calls it; without the cache a
     handshake took a tenth longer.
     """
     try:
-        library = load()
+        library = load(machine)
     except BackendUnavailable as exc:
         return Availability(available=False, reason=str(exc), remedy=remedy())
-    return Availability(available=True, reason=summary(library))
+    return Availability(
+        available=True, reason=_summary(library, machine.rdma_devices())
+    )
 
 
-def rank() -> int:
+def rank(machine: Machine = MACHINE) -> int:
     """Return the backend's rank, for users without a preference."""
+    devices = machine.rdma_devices()
     try:
-        has_rdma = bool(rdma_devices()) and load().has_rdma
+        return rank_with(load(machine), devices) if devices else _BEHIND_TCP
     except BackendUnavailable:
-        has_rdma = False
-    return _BEFORE_TCP if has_rdma else _BEHIND_TCP
+        return _BEHIND_TCP
 
 
-def summary(library: UcxLibrary) -> str:
+def rank_with(library: UcxLibrary, devices: Sequence[str]) -> int:
+    """Return the rank of a UCX on a machine with these RDMA devices."""
+    return _BEFORE_TCP if devices and library.has_rdma else _BEHIND_TCP
+
+
+def _summary(library: UcxLibrary, devices: Sequence[str]) -> str:
     """Return one line about UCX, without querying its devices."""
     if not library.has_rdma:
         rdma = "built without RDMA"
-    elif devices := rdma_devices():
+    elif devices:
         rdma = f"with RDMA; the kernel knows {', '.join(devices)}"
     else:
         rdma = "with RDMA, but this machine has no RDMA device"
     return f"UCX {library.version}, {rdma} ({library.path})"
 
 
-def findings() -> tuple[Finding, ...]:
+def findings(machine: Machine = MACHINE) -> tuple[Finding, ...]:
     """Return the findings about UCX for `kvwire doctor`."""
+    devices = machine.rdma_devices()
     try:
-        load()
-        return tuple(_findings())
+        load(machine)
+        return tuple(_findings(devices))
     except BackendUnavailable as exc:
         return (
             Finding(name="libucp", state="missing", text=str(exc), remedy=remedy()),
-            *_rdma_without(),
+            *_rdma_without(devices),
         )
 
 
-def _findings() -> Iterator[Finding]:
+def _findings(devices: Sequence[str]) -> Iterator[Finding]:
     yield _copies(copies())
     resources, knows_rdma = probed()
     found = ", ".join(map(str, resources))
     yield Finding(name="UCX transports", state="ok", text=found)
-    yield _rdma(resources, knows_rdma, rdma_devices())
+    yield _rdma(resources, knows_rdma, devices)
     yield _windows(resources)
     if not any(r.transport == "cma" for r in resources):
         yield _no_cma()
@@ -135,11 +143,10 @@ def _windows(resources: tuple[Resource, ...]) -> Finding:
     )
 
 
-def _rdma_without() -> tuple[Finding, ...]:
-    devices = ", ".join(rdma_devices())
+def _rdma_without(devices: Sequence[str]) -> tuple[Finding, ...]:
     if not devices:
         return ()
-    text = f"this machine has {devices}, but no UCX to use it"
+    text = f"this machine has {', '.join(devices)}, but no UCX to use it"
     return (Finding(name="RDMA", state="warn", text=text, remedy=remedy()),)
 
 

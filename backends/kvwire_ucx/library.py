@@ -17,7 +17,7 @@ import ctypes
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, final
@@ -103,7 +103,56 @@ class UcxLibrary:
         return _status_text(self.path, status)
 
 
-def load() -> UcxLibrary:
+class Machine:
+    """Where this machine and this process have a libucp, and what it could use."""
+
+    def loaded(self) -> Sequence[str]:
+        """Return the paths of those that are in this process."""
+        return _shared_objects("libucp.so")
+
+    def wheel(self) -> str | None:
+        """Return the path of the one in the ``libucx`` wheel, without importing it."""
+        try:
+            spec = importlib.util.find_spec("libucx")
+        except (ImportError, ValueError):
+            return None
+        for place in (spec.submodule_search_locations or ()) if spec else ():
+            path = Path(place, "lib", _SONAMES[-1])
+            if path.is_file():
+                return str(path)
+        return None
+
+    def system(self) -> str | None:
+        """Return the path of the one that the dynamic linker would find.
+
+        It searches the usual folders of distributions, because asking the linker would
+        load the library, and ``ctypes.util.find_library`` runs a compiler.
+        """
+        machine = os.uname().machine
+        folders = [
+            *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
+            f"/usr/lib/{machine}-linux-gnu",
+            "/usr/lib64",
+            "/usr/lib",
+            "/usr/local/lib",
+            "/usr/local/lib64",
+            "/opt/ucx/lib",
+        ]
+        candidates = (Path(folder, _SONAMES[-1]) for folder in folders if folder)
+        return next((str(path) for path in candidates if path.is_file()), None)
+
+    def rdma_devices(self) -> tuple[str, ...]:
+        """Return the RDMA devices that the kernel knows, usable by UCX or not."""
+        try:
+            return tuple(sorted(entry.name for entry in _INFINIBAND.iterdir()))
+        except OSError:
+            return ()
+
+
+MACHINE: Final = Machine()
+
+
+def load(machine: Machine = MACHINE) -> UcxLibrary:
     """Return the UCX of this process.
 
     The result is cached, even if there is none: after installing UCX, start a new
@@ -112,23 +161,23 @@ def load() -> UcxLibrary:
     Raises:
         BackendUnavailable: UCX is missing, cannot be loaded, or is too old.
     """
-    found = answer()
+    found = answer(machine)
     if isinstance(found, str):
         raise BackendUnavailable(found)
     return found
 
 
 @functools.cache
-def answer() -> UcxLibrary | str:
+def answer(machine: Machine) -> UcxLibrary | str:
     """Return the library, or the reason for its absence; cached."""
     try:
-        return _load()
+        return _load(machine)
     except BackendUnavailable as exc:
         return str(exc)
 
 
-def _load() -> UcxLibrary:
-    path = find()
+def _load(machine: Machine) -> UcxLibrary:
+    path = find(machine)
     if path is None:
         raise BackendUnavailable("no libucp was found")
     try:
@@ -138,28 +187,33 @@ def _load() -> UcxLibrary:
         raise BackendUnavailable(f"{path} cannot be loaded: {exc}") from exc
     _calm(ucs)
     version = _version(ucp)
+    require_new(path, version)
+    return UcxLibrary(path=path, version=version, ucp=ucp)
+
+
+def require_new(path: str, version: Version) -> None:
+    """Raise :class:`BackendUnavailable` for a UCX that is too old."""
     if version < VERSION_MIN:
         oldest = ".".join(map(str, VERSION_MIN))
         raise BackendUnavailable(
             f"{path} is UCX {version}, and kvwire needs {oldest} or newer"
         )
-    return UcxLibrary(path=path, version=version, ucp=ucp)
 
 
-def find() -> str | None:
+def find(machine: Machine = MACHINE) -> str | None:
     """Return the path of the libucp for :func:`load`; None if there is none."""
     wanted = os.environ.get(ENVIRONMENT, "")
     if wanted not in ("", _SYSTEM, _WHEEL):
         if not Path(wanted).is_file():
             raise BackendUnavailable(f"{ENVIRONMENT}={wanted}: there is no such file")
         return wanted
-    if not wanted and (loaded := _shared_objects("libucp.so")):
+    if not wanted and (loaded := machine.loaded()):
         return loaded[0]
-    order = {_SYSTEM: _system, _WHEEL: _wheel}
+    order = {_SYSTEM: machine.system, _WHEEL: machine.wheel}
     if wanted:
         order = {wanted: order[wanted]}
-    elif not rdma_devices():
-        order = {_WHEEL: _wheel, _SYSTEM: _system}
+    elif not machine.rdma_devices():
+        order = {_WHEEL: machine.wheel, _SYSTEM: machine.system}
     return next((path for look in order.values() if (path := look())), None)
 
 
@@ -171,14 +225,6 @@ def copies() -> list[str]:
     return _shared_objects("libucp")
 
 
-def rdma_devices() -> tuple[str, ...]:
-    """Return the RDMA devices that the kernel knows, usable by UCX or not."""
-    try:
-        return tuple(sorted(entry.name for entry in _INFINIBAND.iterdir()))
-    except OSError:
-        return ()
-
-
 def port_state(device: str, devices: Path = _INFINIBAND) -> str:
     """Return the kernel's word for a port such as ``mlx5_0:1``, or "" without one."""
     name, _, port = device.partition(":")
@@ -188,39 +234,6 @@ def port_state(device: str, devices: Path = _INFINIBAND) -> str:
         # A removed device differs from a machine whose /sys is not shown.
         return "" if not devices.is_dir() else "gone"
     return text.strip().rpartition(" ")[2]  # "4: ACTIVE"
-
-
-def _wheel() -> str | None:
-    """Return the path of libucp in the ``libucx`` wheel, without importing that."""
-    try:
-        spec = importlib.util.find_spec("libucx")
-    except (ImportError, ValueError):
-        return None
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        path = Path(place, "lib", _SONAMES[-1])
-        if path.is_file():
-            return str(path)
-    return None
-
-
-def _system() -> str | None:
-    """Return the path of the libucp that the dynamic linker would find.
-
-    It searches the usual folders of distributions, because asking the linker would load
-    the library, and ``ctypes.util.find_library`` runs a compiler.
-    """
-    machine = os.uname().machine
-    folders = [
-        *os.environ.get("LD_LIBRARY_PATH", "").split(":"),
-        f"/usr/lib/{machine}-linux-gnu",
-        "/usr/lib64",
-        "/usr/lib",
-        "/usr/local/lib",
-        "/usr/local/lib64",
-        "/opt/ucx/lib",
-    ]
-    candidates = (Path(folder, _SONAMES[-1]) for folder in folders if folder)
-    return next((str(path) for path in candidates if path.is_file()), None)
 
 
 def _shared_objects(prefix: str) -> list[str]:

@@ -91,11 +91,11 @@ def _hide() -> None:
 def _load_nixl() -> None:
     from kvwire_nixl.library import NixlAgent
     from kvwire_nixl.settings import parse
-    from kvwire_ucx.library import answer
+    from kvwire_ucx.library import MACHINE, answer
 
     # Another UCX is in the process, as behind any look at all transports; NIXL must not
     # call that in the place of its own.
-    answer()
+    answer(MACHINE)
     # Its first agent takes a process longer than a lane may on a busy machine.
     NixlAgent(parse({}), "first").close()
 

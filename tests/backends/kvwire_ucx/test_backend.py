@@ -9,8 +9,6 @@ from typing import cast
 
 import pytest
 
-from kvwire.backend import registry
-from kvwire.errors import BackendUnavailable
 from kvwire_ucx import UcxBackend, diagnosis
 from kvwire_ucx import backend as module
 from kvwire_ucx import worker as endpoint_module
@@ -95,29 +93,6 @@ def test_a_second_copy_of_ucx_is_a_finding(tmp_path: Path) -> None:
     finding = diagnosis._copies([*ours, str(other)])
     assert finding.state == "warn"
     assert str(other) in finding.text
-
-
-def test_without_a_library_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
-        raise BackendUnavailable("no libucp was found")
-
-    monkeypatch.setattr(diagnosis, "load", missing)
-    monkeypatch.setattr(diagnosis, "rdma_devices", lambda: ("mlx5_0",))
-    library, rdma = diagnosis.findings()
-    assert (library.name, library.state) == ("libucp", "missing")
-    assert "no UCX to use it" in rdma.text
-    assert diagnosis.rank() == UcxBackend.rank() > registry.load("tcp").rank()
-
-
-@needs_ucx
-@pytest.mark.parametrize("has_rdma", [True, False])
-def test_it_goes_before_tcp_only_with_rdma(
-    monkeypatch: pytest.MonkeyPatch, has_rdma: bool
-) -> None:
-    devices = ("mlx5_0",) if has_rdma else ()
-    monkeypatch.setattr(diagnosis, "rdma_devices", lambda: devices)
-    monkeypatch.setattr("kvwire_ucx.library.UcxLibrary.has_rdma", True)
-    assert (UcxBackend.rank() < registry.load("tcp").rank()) is has_rdma
 
 
 # What ucp_ep_print_info says first; it goes on with thresholds and protocols.

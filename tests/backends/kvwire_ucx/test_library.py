@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Sequence
 from ctypes import Structure
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from kvwire.backend import registry
 from kvwire.errors import BackendUnavailable
 from kvwire.extras import install_command
-from kvwire_ucx import UcxBackend, binding, diagnosis, library
+from kvwire_ucx import UcxBackend, binding, diagnosis
 from kvwire_ucx.binding import (
     ERR_BUSY,
     ERR_CANCELED,
@@ -27,120 +28,143 @@ from kvwire_ucx.binding import (
     WorkerParams,
     request_of,
 )
-from kvwire_ucx.library import ENVIRONMENT, VERSION_MIN, answer, copies, find, load
+from kvwire_ucx.library import (
+    ENVIRONMENT,
+    VERSION_MIN,
+    Machine,
+    Ucp,
+    UcxLibrary,
+    Version,
+    copies,
+    find,
+    load,
+    require_new,
+)
 from tests.backends.kvwire_ucx.support import needs_ucx
 from tests.support.runs import python
 
 
-@pytest.fixture
-def asked_anew() -> Iterator[None]:
-    """What is found out once for the process is, for this test, found out again."""
-    for cached in (answer, diagnosis.availability):
-        cached.cache_clear()
-    yield
-    for cached in (answer, diagnosis.availability):
-        cached.cache_clear()
+class Known(Machine):
+    """A machine without UCX in this process, with both kinds of it and no devices."""
 
+    def __init__(
+        self,
+        *,
+        loaded: Sequence[str] = (),
+        wheel: str | None = "/wheel/libucp.so.0",
+        system: str | None = "/system/libucp.so.0",
+        devices: tuple[str, ...] = (),
+    ) -> None:
+        self._loaded, self._wheel, self._system = loaded, wheel, system
+        self._devices = devices
+        self.looks = 0
 
-@pytest.fixture
-def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A process without UCX, on a machine with both kinds of it and no devices."""
-    monkeypatch.delenv(ENVIRONMENT, raising=False)
-    monkeypatch.setattr(library, "_shared_objects", lambda prefix: [])
-    monkeypatch.setattr(library, "_wheel", lambda: "/wheel/libucp.so.0")
-    monkeypatch.setattr(library, "_system", lambda: "/system/libucp.so.0")
-    monkeypatch.setattr(library, "rdma_devices", lambda: ())
-    return monkeypatch
+    def loaded(self) -> Sequence[str]:
+        return self._loaded
+
+    def wheel(self) -> str | None:
+        self.looks += 1
+        return self._wheel
+
+    def system(self) -> str | None:
+        return self._system
+
+    def rdma_devices(self) -> tuple[str, ...]:
+        return self._devices
 
 
 @pytest.mark.parametrize(
-    ("there", "found"),
+    ("there", "wanted", "found"),
     [
-        ({}, "/wheel/libucp.so.0"),
-        ({"_wheel": None}, "/system/libucp.so.0"),
-        ({"_wheel": None, "_system": None}, None),
-        ({"rdma_devices": ("mlx5_0",)}, "/system/libucp.so.0"),
-        ({"rdma_devices": ("mlx5_0",), "_system": None}, "/wheel/libucp.so.0"),
-        ({"_shared_objects": ["/there"]}, "/there"),
-        ({"_shared_objects": ["/there"], ENVIRONMENT: "system"}, "/system/libucp.so.0"),
-        ({"_shared_objects": ["/there"], ENVIRONMENT: "wheel"}, "/wheel/libucp.so.0"),
+        ({}, "", "/wheel/libucp.so.0"),
+        ({"wheel": None}, "", "/system/libucp.so.0"),
+        ({"wheel": None, "system": None}, "", None),
+        ({"devices": ("mlx5_0",)}, "", "/system/libucp.so.0"),
+        ({"devices": ("mlx5_0",), "system": None}, "", "/wheel/libucp.so.0"),
+        ({"loaded": ["/there"]}, "", "/there"),
+        ({"loaded": ["/there"]}, "system", "/system/libucp.so.0"),
+        ({"loaded": ["/there"]}, "wheel", "/wheel/libucp.so.0"),
     ],
 )
 def test_which_is_taken(
-    nothing_loaded: pytest.MonkeyPatch, there: dict[str, Any], found: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    there: dict[str, Any],
+    wanted: str,
+    found: str | None,
 ) -> None:
     """The wheel's; with RDMA the system's; what is loaded or named goes before both."""
-    for name, value in there.items():
-        if name == ENVIRONMENT:
-            nothing_loaded.setenv(name, value)
-        else:
-            nothing_loaded.setattr(library, name, lambda *_, value=value: value)
-    assert find() == found
+    monkeypatch.setenv(ENVIRONMENT, wanted)
+    assert find(Known(**there)) == found
 
 
 def test_the_environment_names_a_path(
-    nothing_loaded: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = tmp_path / "libucp.so"
-    nothing_loaded.setenv(ENVIRONMENT, str(path))
+    monkeypatch.setenv(ENVIRONMENT, str(path))
     with pytest.raises(BackendUnavailable, match="there is no such file"):
-        find()
+        find(Known())
     path.touch()
-    assert find() == str(path)
+    assert find(Known()) == str(path)
 
 
-@pytest.mark.usefixtures("asked_anew")
-def test_without_any_the_remedy_is_said(nothing_loaded: pytest.MonkeyPatch) -> None:
-    nothing_loaded.setattr(library, "_wheel", lambda: None)
-    nothing_loaded.setattr(library, "_system", lambda: None)
-    found = UcxBackend.availability()
-    assert not found.available
-    assert found.reason == "no libucp was found"
-    assert found.remedy.startswith(install_command("ucx"))
-
-
-@pytest.mark.usefixtures("asked_anew")
-@pytest.mark.parametrize("path", [None, "/wheel/libucp.so.0"])
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (None, "no libucp was found"),
+        ("/wheel/libucp.so.0", "/wheel/libucp.so.0 cannot be loaded"),
+    ],
+)
 def test_it_is_looked_for_once(
-    nothing_loaded: pytest.MonkeyPatch, path: str | None
+    monkeypatch: pytest.MonkeyPatch, path: str | None, reason: str
 ) -> None:
-    looks: list[str] = []
-
-    def look() -> str | None:
-        looks.append("wheel")
-        return path
-
-    nothing_loaded.setattr(library, "_wheel", look)
-    nothing_loaded.setattr(library, "_system", lambda: None)
-    first = UcxBackend.availability()
+    """Without one the remedy is said; a handshake asks nothing of the file system."""
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    machine = Known(wheel=path, system=None)
+    first = diagnosis.availability(machine)
     assert not first.available
-    assert UcxBackend.availability() is first
+    assert first.reason.startswith(reason)
+    assert first.remedy.startswith(install_command("ucx"))
+    assert diagnosis.availability(machine) is first
     with pytest.raises(BackendUnavailable) as caught:
-        load()
+        load(machine)
     assert str(caught.value) == first.reason
-    assert looks == ["wheel"]
+    assert machine.looks == 1
 
 
-@needs_ucx
-def test_a_handshake_asks_nothing_of_the_file_system(
+def test_what_is_no_library_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("libucs.so.0", "libuct.so.0", "libucp.so.0"):
+        (tmp_path / name).write_text("not one")
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "libucp.so.0"))
+    with pytest.raises(BackendUnavailable, match="cannot be loaded"):
+        load(Known())
+
+
+def test_without_a_library_the_doctor_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said = UcxBackend.availability()
-    monkeypatch.setattr(diagnosis, "load", None)
-    monkeypatch.setattr(diagnosis, "rdma_devices", None)
-    assert UcxBackend.availability() is said
+    monkeypatch.delenv(ENVIRONMENT, raising=False)
+    machine = Known(wheel=None, system=None, devices=("mlx5_0",))
+    library, rdma = diagnosis.findings(machine)
+    assert (library.name, library.state) == ("libucp", "missing")
+    assert "no UCX to use it" in rdma.text
+    assert diagnosis.rank(machine) > registry.load("tcp").rank()
 
 
-@pytest.mark.usefixtures("asked_anew")
-def test_what_is_no_library_is_an_error(
-    nothing_loaded: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("devices", [(), ("mlx5_0",)])
+@pytest.mark.parametrize("plug_in", ["", "ucx/libuct_ib.so.0"])
+def test_it_goes_before_tcp_only_with_rdma(
+    tmp_path: Path, devices: tuple[str, ...], plug_in: str
 ) -> None:
-    path = tmp_path / "libucp.so.0"
-    path.write_text("not one")
-    nothing_loaded.setenv(ENVIRONMENT, str(path))
-    nothing_loaded.setattr(library, "_SONAMES", ("libucp.so.0",))
-    with pytest.raises(BackendUnavailable, match="cannot be loaded"):
-        load()
+    """With a device and the plug-in for it."""
+    (tmp_path / "ucx").mkdir()
+    (tmp_path / (plug_in or "none")).touch()
+    path = str(tmp_path / "libucp.so.0")
+    found = UcxLibrary(path=path, version=Version(1, 22, 0), ucp=cast("Ucp", None))
+    before = diagnosis.rank_with(found, devices) < registry.load("tcp").rank()
+    assert before is bool(devices and plug_in)
 
 
 @needs_ucx
@@ -153,12 +177,11 @@ def test_one_copy_is_loaded_and_described() -> None:
     assert UcxBackend.availability().reason.startswith(f"UCX {loaded.version}, ")
 
 
-@needs_ucx
-@pytest.mark.usefixtures("asked_anew")
-def test_one_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "VERSION_MIN", (99, 7))
-    with pytest.raises(BackendUnavailable, match=r"kvwire needs 99\.7 or newer"):
-        load()
+def test_one_that_is_too_old_is_refused() -> None:
+    major, minor = VERSION_MIN
+    require_new("a path", Version(major, minor, 0))
+    with pytest.raises(BackendUnavailable, match=rf"needs {major}\.{minor} or newer"):
+        require_new("a path", Version(major, minor - 1, 9))
 
 
 @needs_ucx
