@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +16,7 @@ from kvwire import UsageError
 from kvwire.directory import ChangeKind, Record, Selector, open_directory
 from kvwire.directory.limits import RECORD_BYTES_MAX, RECORD_FIELDS_MAX
 from tests.directory.records import found_by, record
+from tests.support.names import Zone
 
 TEXT = st.text(st.characters(categories=("L", "N", "P")), max_size=20)
 
@@ -186,30 +186,9 @@ def test_a_selector_is_its_text() -> None:
 # --- A name and its addresses, as a resolver says them --------------------------------
 
 
-class Zone:
-    """What the resolver says, in place of the loop's."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hosts: list[str] = []
-        self.error = 0
-        self.asked = 0
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(type(loop), "getaddrinfo", self._answer)
-
-    async def _answer(self, host: str, port: int, **__: Any) -> list[Any]:
-        self.asked += 1
-        if self.error:
-            raise socket.gaierror(self.error, "said so")
-        return [
-            (socket.AF_INET6 if ":" in h else socket.AF_INET, 0, 0, "", (h, port))
-            for h in self.hosts
-        ]
-
-
-@pytest.mark.asyncio(loop_factories=["asyncio"])  # uvloop's methods cannot be replaced
+@pytest.mark.asyncio(loop_factories=["asyncio"])
 async def test_addresses_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    zone = Zone(monkeypatch)
-    zone.hosts = ["10.0.0.1", "10.0.0.3", "10.0.0.1"]
+    zone = Zone(monkeypatch, "10.0.0.1", "10.0.0.3", "10.0.0.1")
     directory = open_directory(
         "dns://decode.svc:7400?role=decode&model=m&interval_s=0.2"
     )
@@ -234,9 +213,8 @@ async def test_addresses_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_members_with_two_addresses_count_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    zone = Zone(monkeypatch)
+    zone = Zone(monkeypatch, "::1", "fd00::2", "127.0.0.1", "127.0.0.2")
     directory = open_directory("dns://decode.svc:7400?interval_s=0.2")
-    zone.hosts = ["::1", "fd00::2", "127.0.0.1", "127.0.0.2"]
     async with aclosing(directory.watch()) as changes:
         joined = {(await anext(changes)).record.name for _ in range(2)}
         assert joined == {"127.0.0.1", "127.0.0.2"}

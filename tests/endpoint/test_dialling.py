@@ -27,6 +27,7 @@ from kvwire.types import TrustMode
 from kvwire_store.server.client import ask_report
 from tests.support import inside
 from tests.support.caches import Memory
+from tests.support.names import Zone
 from tests.support.pairs import communicators, until
 from tests.support.waiting import PATIENCE_S
 
@@ -38,18 +39,10 @@ Resolver = Callable[..., None]
 @pytest.fixture
 async def resolver(monkeypatch: pytest.MonkeyPatch) -> Resolver:
     """Set which addresses the name has."""
-    known: list[str] = []
-
-    async def found(host: str, port: int, **_: Any) -> list[Any]:
-        assert host == NAME
-        return [
-            socket.getaddrinfo(one, port, type=socket.SOCK_STREAM)[0] for one in known
-        ]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    zone = Zone(monkeypatch)
 
     def name_means(*hosts: str) -> None:
-        known[:] = hosts
+        zone.hosts = [*hosts]
 
     return name_means
 
@@ -259,24 +252,26 @@ async def test_another_process_behind_the_name_is_not_the_peer(
 
 
 class Slow(Backend):
-    """A transport of which each address comes up once the next one was dialled."""
+    """A transport of which each address comes up once all were dialled."""
 
     scheme = "slow"
-    capabilities = Capabilities(same_host=True)
+    capabilities = Capabilities()
 
-    def __init__(self, links: list[Link]) -> None:
-        self.turn = [asyncio.Event() for _ in links]
-        self.links = links
+    def __init__(self, links: dict[str, Link]) -> None:
+        self._links = links
+        self._left = len(links)
+        self._all = asyncio.Event()
 
     @classmethod
     def availability(cls) -> Availability:
         return Availability(available=True, reason="a test's own")
 
     async def connect(self, address: Address) -> Link:
-        if address.port:
-            self.turn[address.port - 1].set()
-        await self.turn[address.port].wait()
-        return self.links[address.port]
+        self._left -= 1
+        if not self._left:
+            self._all.set()
+        await self._all.wait()
+        return self._links[address.host]
 
 
 class Ended:
@@ -289,20 +284,13 @@ class Ended:
         self.aborted = True
 
 
-async def test_of_two_that_come_up_at_once_one_is_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def both(name: Address, *_: object) -> list[Address]:
-        return [Address("slow", LOCAL, 0), Address("slow", LOCAL, 1)]
-
-    monkeypatch.setattr("kvwire.endpoint.dialling._addresses", both)
-    links: list[Any] = [Ended(), Ended()]
-    backend = Slow(links)
-    backend.turn[1].set()
-    dialling = Dialling(Address("slow", NAME, 0), backend, TrustMode.LOOPBACK)
-    _, taken = await dialling.link()
+async def test_of_two_that_come_up_at_once_one_is_ended(resolver: Resolver) -> None:
+    resolver(LOCAL, SILENT)
+    links: dict[str, Any] = {LOCAL: Ended(), SILENT: Ended()}
+    name = Address("slow", NAME, 1)
+    _, taken = await Dialling(name, Slow(links), TrustMode.LOOPBACK).link()
     await asyncio.sleep(0)
-    assert [one.aborted for one in links] == [one is not taken for one in links]
+    assert all(one.aborted is (one is not taken) for one in links.values())
 
 
 # --- listening ------------------------------------------------------------------------

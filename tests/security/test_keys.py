@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import shutil
-import socket
 import stat
 import tomllib
 from pathlib import Path
@@ -18,6 +16,7 @@ from kvwire import Address, Config, UsageError
 from kvwire.security import keys
 from kvwire.security.keys import PSK_BYTES_MAX, PSK_BYTES_MIN
 from kvwire.types import TrustMode, is_loopback
+from tests.support.names import Zone
 from tests.support.runs import ran
 
 GROUP = os.getegid()
@@ -146,10 +145,7 @@ async def test_a_name_stands_for_its_numeric_addresses() -> None:
 async def test_a_name_for_an_address_of_one_link_says_of_which(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def found(*_: object, **__: object) -> list[tuple[object, ...]]:
-        return [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1", 7, 0, 2))]
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", found)
+    Zone(monkeypatch, "fe80::1%2")
     addresses = await keys.resolve(Address("tcp", "neighbour", 7), TrustMode.PSK)
     assert addresses == [Address("tcp", "fe80::1%2", 7)]
 
