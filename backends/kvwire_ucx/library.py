@@ -108,7 +108,7 @@ class Machine:
 
     def loaded(self) -> Sequence[str]:
         """Return the paths of those that are in this process."""
-        return _shared_objects("libucp.so")
+        return [path for path in copies() if Path(path).name.startswith("libucp.so")]
 
     def wheel(self) -> str | None:
         """Return the path of the one in the ``libucx`` wheel, without importing it."""

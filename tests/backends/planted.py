@@ -50,10 +50,9 @@ def expect_found(kit: Kit, *checks: str) -> Callable[[Plant], Found]:
 
 
 def planted_in(right: Any, bug: Callable[..., Any]) -> Plant:
-    """What a bug makes of a method or a property's getter; it gets the right one first.
-
-    The bug is in the class, so that each of its objects has it.
-    """
+    """What a bug makes of a method or a property; it is passed the right one first."""
+    computed = isinstance(right, property)
+    right = right.fget if computed else right
     owner_name, name = right.__qualname__.split(".")
 
     def wrong(*arguments: Any, **named: Any) -> Any:
@@ -61,7 +60,6 @@ def planted_in(right: Any, bug: Callable[..., Any]) -> Plant:
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         owner = getattr(sys.modules[right.__module__], owner_name)
-        computed = isinstance(vars(owner)[name], property)
         patch.setattr(owner, name, property(wrong) if computed else wrong)
 
     plant.__name__ = bug.__name__

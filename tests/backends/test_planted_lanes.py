@@ -16,7 +16,7 @@ from tests.backends.planted import expect_found_in, leak_a_descriptor
 # --- coming up ------------------------------------------------------------------------
 
 
-@expect_found_in(InprocLane.bootstrap.fget, check_lanes, "join.idle")
+@expect_found_in(InprocLane.bootstrap, check_lanes, "join.idle")
 def test_changes_its_bootstrap(*_: Any) -> bytes:
     return os.urandom(16)
 
@@ -80,7 +80,7 @@ def test_delivers_from_inside_receive(
 
 
 @expect_found_in(
-    InprocLane.received_bytes.fget, check_lanes, "pressure.received-total[landed]"
+    InprocLane.received_bytes, check_lanes, "pressure.received-total[landed]"
 )
 def test_does_not_count_what_is_dropped(*_: Any) -> int:
     return 0

@@ -72,18 +72,15 @@ def test_writes_one_byte_too_many(
 
 
 @expect_found_in(
-    InprocLink.wake_peer,
+    InprocPipe.take_sent,
     check_backend,
     *("memory.source[view]", "memory.source-late", "threads.echo"),
 )
-def test_says_frame_sent_too_early(wake_peer: Any, self: InprocLink) -> None:
-    out: Any = self._out
-    for frame in out._frames:
-        out._sent.append(frame.token)
+def test_says_frame_sent_too_early(take_sent: Any, self: InprocPipe) -> list[object]:
+    early = [frame.token for frame in self._frames if frame.token is not None]
+    for frame in self._frames:
         frame.token = None
-    # The sender has a turn before the receiver.
-    self.wake()
-    wake_peer(self)
+    return [*take_sent(self), *early]
 
 
 @expect_found(
@@ -249,7 +246,7 @@ def test_sends_after_close(close: Any, self: InprocLink) -> None:
 # --- counters -------------------------------------------------------------------------
 
 
-@expect_found_in(InprocLink.queued_bytes.fget, check_backend, "pressure.queued-counts")
+@expect_found_in(InprocLink.queued_bytes, check_backend, "pressure.queued-counts")
 def test_forgets_headers_in_queued_bytes(right: Any, self: InprocLink) -> int:
     return sum(frame.payload_bytes for frame in self._unflushed)
 
