@@ -93,7 +93,7 @@ def read_file(
             content = file.read(bytes_max)
     except OSError as exc:
         raise UsageError(f"{option} {path}: {exc.strerror}") from None
-    if private and not _is_private(status):
+    if private and not is_private(status, os.geteuid()):
         mode = stat.S_IMODE(status.st_mode)
         raise UsageError(
             f"{option} {path} has mode {mode:04o} and other users can read it: chmod "
@@ -102,15 +102,15 @@ def read_file(
     return content
 
 
-def _is_private(status: os.stat_result) -> bool:
-    """Return whether only this user can reach a file.
+def is_private(status: os.stat_result, user: int) -> bool:
+    """Return whether only a user, who has this process's groups, can reach a file.
 
     Kubernetes gives a pod that does not run as root its Secrets as files of root that
     the pod's group (``fsGroup``) may read. That counts as private, since there is no
     other way.
     """
     others = status.st_mode & 0o077
-    is_lent = others == stat.S_IRGRP and status.st_uid == 0 and os.geteuid() != 0
+    is_lent = others == stat.S_IRGRP and status.st_uid == 0 and user != 0
     return not others or (is_lent and status.st_gid in {os.getegid(), *os.getgroups()})
 
 

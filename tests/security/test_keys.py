@@ -173,25 +173,22 @@ def test_only_numbers_are_loopback() -> None:
     ],
 )
 def test_who_may_reach_a_private_file(
-    mode: int,
-    owner: int,
-    group: int,
-    user: int,
-    is_read: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: int, owner: int, group: int, user: int, is_read: bool
 ) -> None:
+    status = os.stat_result((0o100000 | mode, 1, 1, 1, owner, group, 6, 0, 0, 0))
+    assert keys.is_private(status, user) is is_read
+
+
+def test_a_file_that_others_reach_is_read_if_it_is_no_secret(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(b"secret")
-    status = os.stat_result((0o100000 | mode, 1, 1, 1, owner, group, 6, 0, 0, 0))
-    monkeypatch.setattr("kvwire.security.keys.os.fstat", lambda _: status)
-    monkeypatch.setattr("kvwire.security.keys.os.geteuid", lambda: user)
-    assert keys.read_file("tls_ca_file", str(path), 3) == b"sec"
-    if is_read:
-        assert keys.read_file("psk_file", str(path), 9, private=True) == b"secret"
-    else:
-        with pytest.raises(UsageError, match=rf"psk_file .* mode {mode:04o} .*chmod"):
-            keys.read_file("psk_file", str(path), 9, private=True)
+    for mode in (0o600, 0o640):
+        path.chmod(mode)
+        assert keys.read_file("tls_ca_file", str(path), 3) == b"sec"
+        if mode == 0o600:
+            assert keys.read_file("psk_file", str(path), 9, private=True) == b"secret"
+    with pytest.raises(UsageError, match=r"psk_file .* mode 0640 .*chmod"):
+        keys.read_file("psk_file", str(path), 9, private=True)
 
 
 # --- the guide to certificates, done as it says: its commands, and its configuration

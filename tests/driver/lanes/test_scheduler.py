@@ -38,11 +38,21 @@ from tests.support.pairs import connected, until
 _stays_down = lane_pause(NEVER_S, autouse=True)
 
 
-def break_after(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+class Wide(InprocLane):
+    """A lane that takes as much at once as any, and little of what is short."""
+
+    span_bytes = SPAN_BYTES_MAX
+    bytes_min = 128 * KIB
+
+
+def break_after(
+    monkeypatch: pytest.MonkeyPatch, count: int, span: int = InprocLane.span_bytes
+) -> None:
     """Let each side's lane break once so many payloads have arrived there."""
 
     class Breaking(InprocLane):
         received = 0
+        span_bytes = span
 
         def body_received(self, link: Link, landing: Landing) -> None:
             super().body_received(link, landing)
@@ -58,8 +68,7 @@ async def test_spans_are_sent_again_as_chunks(
     after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lane takes 8 MiB at once, the control link chunk by chunk."""
-    monkeypatch.setattr(InprocLane, "span_bytes", SPAN_BYTES_MAX)
-    break_after(monkeypatch, after)
+    break_after(monkeypatch, after, SPAN_BYTES_MAX)
     async with connected(**BESIDE) as pair:
         await expect_moves(pair)
         if after:
@@ -71,8 +80,7 @@ async def test_what_is_longer_than_a_chunk_and_too_short_for_a_lane(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes by the control link, whose frames are chunks; the memory is longer."""
-    monkeypatch.setattr(InprocLane, "span_bytes", SPAN_BYTES_MAX)
-    monkeypatch.setattr(InprocLane, "bytes_min", 128 * KIB)
+    use(monkeypatch, Wide, "both")
     async with connected(**BESIDE) as pair:
         memory = bytearray(os.urandom(nbytes + MIB))
         region = pair.far.register(memory, "read")

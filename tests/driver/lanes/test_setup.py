@@ -19,12 +19,11 @@ import pytest
 
 import kvwire
 from kvwire import BackendUnavailable
-from kvwire.backend.lane import Lane, LaneContext, LaneHandler
+from kvwire.backend.lane import Lane, LaneHandler
 from kvwire.driver.lanes import setup
 from kvwire.driver.lanes.setup import REFUSALS_MAX
 from kvwire.errors import ConnectionClosed
 from kvwire.limits import BOOTSTRAP_BYTES_MAX, LANE_TIMEOUT_SHARE, LANES_MAX
-from kvwire_inproc import InprocBackend
 from kvwire_inproc.lane import InprocLane
 from tests.support import inside
 from tests.support.lanes import (
@@ -263,10 +262,11 @@ async def test_a_transport_without_any_lane_is_refused_at_once(
 ) -> None:
     """Before the server is asked, whatever the backend raises."""
 
-    def open_lane(_: InprocBackend, context: LaneContext) -> Lane:
-        raise error
+    class Never(InprocLane):
+        def __init__(self) -> None:
+            raise error
 
-    monkeypatch.setattr(InprocBackend, "open_lane", open_lane)
+    use(monkeypatch, Never, "both")
     async with connected(**BESIDE) as pair:
         await expect_moves(pair)
         assert "no such device" in reasons(pair.left.transport_report)["inproc"]
@@ -275,22 +275,23 @@ async def test_a_transport_without_any_lane_is_refused_at_once(
 @asynccontextmanager
 async def endless_lanes(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     """A pair whose lanes end when the block does, whatever is asked of them before."""
-    monkeypatch.setattr("kvwire.endpoint.communicator.CLOSE_SLACK_S", 0.05)
-    abort = InprocLane.abort
     stuck: dict[InprocLane, None] = {}
 
-    def nothing_ends(lane: InprocLane) -> None:
-        stuck[lane] = None
+    class Endless(InprocLane):
+        def close(self) -> None:
+            stuck[self] = None
 
+        def abort(self, error: Exception | None = None) -> None:
+            stuck[self] = None
+
+    use(monkeypatch, Endless, "both")
+    monkeypatch.setattr("kvwire.endpoint.communicator.CLOSE_SLACK_S", 0.05)
     async with connected(**BESIDE, close_timeout_s=0.1) as pair:
         await expect_moves(pair)
-        monkeypatch.setattr(InprocLane, "close", nothing_ends)
-        monkeypatch.setattr(InprocLane, "abort", nothing_ends)
         yield pair
-        monkeypatch.undo()
         assert stuck
         for lane in stuck:
-            abort(lane)
+            InprocLane.abort(lane)
         ends = inside.links(pair.near), inside.links(pair.far)
         await until(lambda: not any(end.drivers for end in ends))
 
