@@ -17,7 +17,7 @@ from kvwire.memory import cma
 from kvwire.memory.arena import Arena
 from kvwire.memory.copy import address_of
 from kvwire_local.lane import READ_METHODS, LocalLane
-from kvwire_local.tracer_slot import CHOICES, tracers
+from kvwire_local.tracer_slot import CHOICES, TracerSlot, tracers
 
 
 class LocalBackend(Backend):
@@ -70,13 +70,12 @@ _CLOSED = {
 }
 
 
-def findings() -> tuple[Finding, ...]:
+def findings(slot: TracerSlot | None = None) -> tuple[Finding, ...]:
     """Return the kernel's permissions, and a check of both reading methods."""
-    return (_scope(), _reads(), _arenas())
+    return (_scope((slot or tracers()).scope), _reads(), _arenas())
 
 
-def _scope() -> Finding:
-    scope = tracers().scope
+def _scope(scope: int | None) -> Finding:
     if scope is None:
         return _ok("ptrace scope", "not restricted: Yama is not active")
     if scope in _OPEN:

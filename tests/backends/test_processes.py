@@ -32,12 +32,16 @@ WORK = ("idle", "sending", "putting", "getting")
 
 @pytest.fixture(
     params=[
+        "tcp",
         pytest.param("ucx", marks=ucx.needs_ucx),
         pytest.param("nixl", marks=needs_nixl),
     ]
 )
 async def comm(request: pytest.FixtureRequest) -> AsyncIterator[Communicator]:
-    """UCX sends large messages, and with NIXL the child reads them where they lie."""
+    """UCX sends large messages, and with NIXL the child reads them where they lie.
+
+    Over `local` all has arrived before anybody can be killed.
+    """
     backend = request.param
     settings: dict[str, str] = {}
     if backend == "ucx":

@@ -279,18 +279,6 @@ async def test_a_certificate_for_clients_alone_is_not_listened_with(
         await near.connect(await far.listen("127.0.0.1:0"))
 
 
-async def test_an_expired_certificate_is_said_at_start_and_refused_by_peers(
-    authority: Authority, refusals: Refusals, caplog: pytest.LogCaptureFixture
-) -> None:
-    near, far = authority.config(NEAR), authority.config(FAR, days=(-9, -3))
-    client, server = await refusals.of(near, far, AuthenticationFailed)
-    assert "certificate has expired" in client
-    assert "does not accept our tls_cert_file: expired" in server
-    starts, refused = warned(caplog)
-    assert f"tls_cert_file {far['tls_cert_file']} expired on" in starts
-    assert "refused: " in refused
-
-
 async def test_a_host_that_is_refused_again_and_again_is_one_warning(
     authority: Authority, caplog: pytest.LogCaptureFixture
 ) -> None:

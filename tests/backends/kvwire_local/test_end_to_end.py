@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import kvwire
 from kvwire.backend import Payload, registry
-from kvwire.driver.connection_driver import ConnectionDriver
 from kvwire.limits import MIB, SPAN_PIECES_MAX
 from kvwire.memory import cma
 from kvwire.memory.arena import Arena
-from kvwire.proto.connection import ConnectionCore
 from kvwire_local import LocalBackend
 from kvwire_local import backend as diagnosis
-from kvwire_local.lane import LocalLane
 from kvwire_local.tracer_slot import TracerSlot
+from tests.support import inside
 from tests.support.pairs import Pair, connected
 
 one_loop = pytest.mark.asyncio(loop_factories=["asyncio"])
 
 
 @pytest.fixture
-async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    way = {"local": {"way": getattr(request, "param", "auto")}}
-    async with connected(transport="local", backends=way) as made:
+async def pair() -> AsyncIterator[Pair]:
+    async with connected(transport="local") as made:
         yield made
-
-
-@one_loop
-@pytest.mark.parametrize(
-    ("pair", "said"), [("auto", "cma"), ("arena", "arena")], indirect=["pair"]
-)
-async def test_both_sides_report_how_bytes_move(pair: Pair, said: str) -> None:
-    for connection in (pair.left, pair.right):
-        (taken,) = (c for c in connection.transport_report if c.taken)
-        assert taken.name == "local"
-        assert taken.reason.startswith(said)
 
 
 @one_loop
@@ -79,29 +67,24 @@ async def _pull(pair: Pair, arena: Arena) -> None:
 
 
 @one_loop
-async def test_small_fragments_travel_many_at_once(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_small_fragments_travel_many_at_once(pair: Pair) -> None:
     """A descriptor names each, so they are counted as well as their bytes.
 
     They are gathered first, and the loop has its turns between.
     """
     sent: list[int] = []
     in_turn: list[int] = []
-    queue_chunks = ConnectionDriver._queue_chunks
+    lane: Any = inside.lanes(pair.right).open[0].lane
+    send = lane.send
 
-    def queued(driver: ConnectionDriver, core: ConnectionCore, *, one: bool) -> int:
-        in_turn.append(queue_chunks(driver, core, one=one))
-        return in_turn[-1]
-
-    monkeypatch.setattr(ConnectionDriver, "_queue_chunks", queued)
-    send = LocalLane.send
-
-    def counted(lane: LocalLane, payload: Payload, token: object) -> bytes:
+    def counted(payload: Payload, token: object) -> Any:
+        assert not in_turn
+        in_turn.append(payload.nbytes)
+        asyncio.get_running_loop().call_soon(in_turn.clear)
         sent.append(payload.nbytes)
-        return send(lane, payload, token)
+        return send(payload, token)
 
-    monkeypatch.setattr(LocalLane, "send", counted)
+    lane.send = counted
     spec = kvwire.KVSpec(
         layers=1, kv_heads=4, head_dim=16, block_tokens=16, dtype="float16"
     )
@@ -118,7 +101,6 @@ async def test_small_fragments_travel_many_at_once(
     await out.drained()
     assert np.array_equal(have[0][blocks], want[0][places])
     assert sent == [SPAN_PIECES_MAX * 4096] * 2
-    assert max(in_turn) <= SPAN_PIECES_MAX * 4096
 
 
 # --- the backend: where it runs, and what it says to who takes it for a transport -----
@@ -159,13 +141,11 @@ def test_this_machine_is_looked_at() -> None:
     ],
 )
 def test_each_scope_is_explained(
-    scope: str, state: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scope: str, state: str, text: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "ptrace_scope"
     file.write_text(scope)
-    place = TracerSlot(lambda pid: True, file)
-    monkeypatch.setattr(diagnosis, "tracers", lambda: place)
-    finding = diagnosis.findings()[0]
+    finding = diagnosis.findings(TracerSlot(lambda pid: True, file))[0]
     assert finding.state == state
     assert finding.text.startswith(text)
     assert bool(finding.remedy) is (state == "warn")
