@@ -31,7 +31,6 @@ from packages.vllm.tests.support.proxies import (
     EVENTS,
     Engines,
     Handler,
-    Mortal,
     Said,
     answer,
     app,
@@ -50,6 +49,16 @@ PREFILL = [VllmServer(f"http://p{i}", (f"p{i}:1",)) for i in range(6)]
 
 
 front = partial(app, prefill=(), decode=DECODE)
+
+
+class Mortal:
+    """An engine that dies of its first request."""
+
+    dead = False
+
+    async def __call__(self, _: dict[str, Any]) -> Said:
+        self.dead = True
+        raise aiohttp.ServerDisconnectedError
 
 
 async def test_a_request_that_decode_engines_die_of() -> None:

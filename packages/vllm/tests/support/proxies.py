@@ -168,16 +168,6 @@ async def gone(_: dict[str, Any]) -> Said:
     raise TimeoutError
 
 
-class Mortal:
-    """An engine that dies of its first request."""
-
-    dead = False
-
-    async def __call__(self, _: dict[str, Any]) -> Said:
-        self.dead = True
-        raise aiohttp.ServerDisconnectedError
-
-
 broken = fails(500, "it is dead")
 DEAD = (refused, broken, dies, gone)
 
