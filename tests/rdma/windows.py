@@ -122,9 +122,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.plant:
         # Imports half of the tests, which takes a guest 10 s.
-        from tests.programs.soak.windows import WAYS, plant
+        from tests.programs.soak.windows import plant
 
-        plant(WAYS["ucx"], Path())
+        plant("ucx", Path())
     return asyncio.run((own if options.role == "own" else read)(options))
 
 

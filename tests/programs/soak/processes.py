@@ -1,21 +1,20 @@
-"""The soak: two processes that are cut, stopped, continued and killed.
+"""Processes of a soak, which are cut, stopped, continued and killed.
 
-``python -m tests.programs.soak`` starts a producer and a consumer and does this to
-them. The consumer asks for transfers by messages, pulls them or has them pushed, and
-checks every byte by the stamps of :mod:`tests.programs.soak.stamps`. What one process
-alone cannot show:
+A soak is a module, ``transfers`` or ``windows``: the ways of its data, the roles of its
+processes, and what one process does until it is told to stop. A process says what it
+has seen as counts, in a line of JSON; the parent adds them up. What one process alone
+cannot show:
 
-* A producer that was stopped goes on when its consumer has given it up and has reused
-  the blocks: a late write shows in the poison.
-* A consumer that was stopped goes on when its producer has given it up and has
-  overwritten the blocks: what it then says has landed must not be from there.
-* Either of them is gone without a word, and its successor uses the same address.
+* A side that was stopped goes on when its peer has given it up and has reused the
+  blocks: a late write shows in the poison, and what has landed is not from there.
+* Either side is gone without a word, and its successor uses the same address.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -25,330 +24,112 @@ import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Self
+from pathlib import Path
+from typing import Any, Final, Self
 
 import uvloop
-from rich.progress import Progress
 
 import kvwire
-from tests.programs.soak import stamps
-from tests.support.caches import StampedCache
 
-ASK_TAG: Final = 1
-CLAIM_TAG: Final = 2
-LEASE_S: Final = 1.5
-DEADLINE_S: Final = 8.0
 # A peer is given up after 0.6 s; some stops are shorter than that and some longer.
 PING_INTERVAL_S: Final = 0.2
 STOP_S_MAX: Final = 1.5
-RETRY_S: Final = 0.05
-# Numbers of transfers are not used again by a successor.
-NUMBERS_EACH: Final = 2**16
 EXIT_TIMEOUT_S: Final = 30.0
+# A round takes milliseconds, and a lease of 2 s where it is cut; longer is a hang.
+ROUND_TIMEOUT_S: Final = 60.0
+# What makes a soak fail: wrong and late bytes, and producers that claim too much.
+WRONGS: Final = ("wrong", "late", "false")
+KEY: Final = "soak.key"
 
 
-class Way(NamedTuple):
-    """What carries the data of a soak, and how large its blocks are."""
-
-    transport: str
-    settings: Mapping[str, str] = MappingProxyType({})
-    spec: kvwire.KVSpec = stamps.SPEC
+def named(what: str) -> Any:
+    """The module of a soak."""
+    return importlib.import_module(f"tests.programs.soak.{what}")
 
 
-WAYS: Final = {name: Way(name) for name in ("tcp", "local", "ucx", "nixl")}
-
-
-class Ask(NamedTuple):
-    """What a consumer wants from the producer."""
-
-    number: int
-    blocks: int
-    push: bool
-
-
-class Claim(NamedTuple):
-    """What the producer says of a transfer that is over."""
-
-    number: int
-    complete: bool
-
-
-# --- the producer ---------------------------------------------------------------------
-
-
-class Producer:
-    """Answers what consumers ask for."""
-
-    def __init__(self, comm: kvwire.Communicator, way: Way, seed: int) -> None:
-        self._comm = comm
-        self._random = random.Random(seed)
-        self._stamped = StampedCache(way.spec, stamps.NUM_BLOCKS)
-        self._free = list(range(stamps.NUM_BLOCKS))
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def run(self, address: str) -> None:
-        """Serve until the communicator is closed.
-
-        Cancel safety: safe, what was begun goes on.
-        """
-        await self._comm.listen(address)
-        say({})
-        async for connection in self._comm.connections():
-            self._start(self._serve(connection))
-
-    async def _serve(self, connection: kvwire.Connection) -> None:
-        with contextlib.suppress(kvwire.ConnectionClosed):
-            while True:
-                ask = Ask(*json.loads(await connection.recv(ASK_TAG)))
-                if ask.blocks <= len(self._free):
-                    source = stamps.take_blocks(self._free, ask.blocks, self._random)
-                    self._start(self._produce(connection, ask, source))
-
-    async def _produce(
-        self, connection: kvwire.Connection, ask: Ask, source: list[int]
-    ) -> None:
-        try:
-            verb = connection.push if ask.push else self._comm.publish
-            out = verb(ask.number, self._stamped.cache, source, deadline=DEADLINE_S)
-        except kvwire.ConnectionClosed:
-            self._free += source
-            return
-        if await stamps.prefill(out, self._stamped, ask.number, source, self._random):
-            say({"in several chunks": 1})
-        outcome = await out
-        await out.drained()
-        # Whoever reads it from here on reads what was never sent.
-        self._stamped.poison(source)
-        self._free += source
-        claim = json.dumps(Claim(ask.number, outcome.complete)).encode()
-        for other in self._comm.live_connections:
-            if other.peer.origin == connection.peer.origin:
-                with contextlib.suppress(kvwire.KVWireError):
-                    await other.send(CLAIM_TAG, claim)
-
-    def _start(self, coroutine: Any) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-
-# --- the consumer ---------------------------------------------------------------------
-
-
-class Consumer:
-    """Asks for transfers and checks what comes."""
-
-    def __init__(self, comm: kvwire.Communicator, way: Way, seed: int) -> None:
-        self._comm = comm
-        self._random = random.Random(seed)
-        self._transport = way.transport
-        self._number = seed * NUMBERS_EACH
-        self._stamped = StampedCache(way.spec, stamps.NUM_BLOCKS)
-        self._free = list(range(stamps.NUM_BLOCKS))
-        # Of each transfer that is over on one side: whether it was complete there.
-        self._outcomes: dict[int, bool] = {}
-        self._claims: dict[int, bool] = {}
-
-    async def run(self, address: str, stop: asyncio.Event) -> None:
-        """Move blocks until told to stop, then look at all memory once more.
-
-        Cancel safety: safe, but what is under way is not checked.
-        """
-        while not stop.is_set():
-            connection = await self._connected(address, stop)
-            if connection is None:
-                break
-            claims = asyncio.create_task(self._hear(connection))
-            async with asyncio.TaskGroup() as group:
-                for _ in range(stamps.TRANSFERS_AT_ONCE):
-                    group.create_task(self._transfers(connection, stop))
-            claims.cancel()
-            await asyncio.wait([claims])
-        say({"late": self._stamped.late(self._free)})
-
-    async def _connected(
-        self, address: str, stop: asyncio.Event
-    ) -> kvwire.Connection | None:
-        while not stop.is_set():
-            try:
-                found = await self._comm.connect(address, transport=self._transport)
-                say({f"connections, {_taken(found)}": 1})
-                return found
-            except (kvwire.KVWireError, OSError):
-                await asyncio.sleep(RETRY_S)
-        return None
-
-    async def _transfers(
-        self, connection: kvwire.Connection, stop: asyncio.Event
-    ) -> None:
-        while not (connection.closed or stop.is_set()):
-            with contextlib.suppress(kvwire.ConnectionClosed):
-                await self._transfer(connection)
-
-    async def _transfer(self, connection: kvwire.Connection) -> None:
-        self._number += 1
-        ask = Ask(
-            self._number,
-            self._random.randint(1, stamps.BLOCKS_EACH_MAX),
-            self._random.random() < 0.5,
-        )
-        target = stamps.take_blocks(self._free, ask.blocks, self._random)
-        late = self._stamped.late(target)
-        try:
-            verb = self._comm.expect if ask.push else connection.pull
-            inc = verb(ask.number, self._stamped.cache, target, deadline=DEADLINE_S)
-        except kvwire.ConnectionClosed:
-            self._free += target
-            raise
-        try:
-            await connection.send(ASK_TAG, json.dumps(ask).encode())
-        except kvwire.ConnectionClosed:
-            inc.abort("soak: not asked for")
-        outcome = await inc
-        tally = stamps.Tally()
-        tally.check(self._stamped, ask.number, target, outcome)
-        await inc.drained()
-        self._stamped.poison(target)
-        self._free += target
-        self._outcomes[ask.number] = outcome.complete
-        word = "complete" if outcome.complete else "partial"
-        say({"bytes": tally.nbytes, "wrong": tally.wrong_bytes, "late": late, word: 1})
-        self._compare(ask.number)
-
-    async def _hear(self, connection: kvwire.Connection) -> None:
-        with contextlib.suppress(kvwire.ConnectionClosed):
-            while True:
-                claim = Claim(*json.loads(await connection.recv(CLAIM_TAG)))
-                self._claims[claim.number] = claim.complete
-                self._compare(claim.number)
-
-    def _compare(self, number: int) -> None:
-        if number in self._claims and number in self._outcomes:
-            claims, landed = self._claims.pop(number), self._outcomes.pop(number)
-            say({"false": int(claims and not landed), "compared": 1})
-
-
-def _taken(connection: kvwire.Connection) -> str:
-    return next(str(each) for each in connection.transport_report if each.taken)
-
-
-def say(what: dict[str, Any]) -> None:
+def say(what: Mapping[str, int]) -> None:
     """Tell the parent; one small write, so a killed process cuts no line in two."""
     os.write(1, f"{json.dumps(what)}\n".encode())
 
 
-async def _live(role: str, address: str, way: Way, seed: int, psk_file: str) -> None:
-    loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    async with kvwire.open(
-        name=f"soak-{role}",
-        lease_s=LEASE_S,
-        ping_interval_s=PING_INTERVAL_S,
-        close_timeout_s=1.0,
-        trust="psk" if psk_file else "loopback",
-        psk_file=psk_file,
-        backends={way.transport: way.settings},
-    ) as comm:
+class Soak:
+    """Starts all processes, and lets faults befall them until enough was seen.
 
-        def cut() -> None:
-            for connection in comm.live_connections:
-                connection.abort("soak: cut")
-
-        loop.add_signal_handler(signal.SIGUSR1, cut)
-        loop.add_signal_handler(signal.SIGTERM, stop.set)
-        if role == "consumer":
-            say({})
-            await Consumer(comm, way, seed).run(address, stop)
-        else:
-            serving = asyncio.create_task(Producer(comm, way, seed).run(address))
-            await stop.wait()
-            serving.cancel()
-            await asyncio.wait([serving])
-
-
-# --- the parent -----------------------------------------------------------------------
-
-
-class ProcessSoak:
-    """Starts both processes, and lets faults befall them until enough has landed."""
-
-    roles: tuple[str, ...] = ("producer", "consumer")
+    Attributes:
+        counts: What the processes have said, added up.
+    """
 
     def __init__(
         self,
+        what: str,
         *,
         seed: int,
         goal: int,
         fault_s: float,
         way: str,
-        psk_file: str = "",
+        folder: Path,
+        plant: bool = False,
     ) -> None:
-        self.tally = stamps.Tally()
+        self.counts = Counter[str]()
+        self._module = named(what)
+        self._what = what
         self._random = random.Random(seed)
         self._seed = seed
         self._goal = goal
         self._fault_s = fault_s
         self._way = way
-        self._psk_file = psk_file
+        self._more = [str(folder), *(["plant"] if plant else [])]
         self._born = Counter[str]()
         self._lives: dict[str, _Life] = {}
         self._moved = asyncio.Event()
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            self._address = f"127.0.0.1:{taken.getsockname()[1]}"
+        self._module.prepare(folder)
+        self._address = "inproc://soak"
+        if way != "inproc":
+            with socket.create_server(("127.0.0.1", 0)) as taken:
+                self._address = f"127.0.0.1:{taken.getsockname()[1]}"
 
-    async def run(self, progress: Progress | None = None) -> stamps.Tally:
+    @property
+    def failed(self) -> bool:
+        return any(self.counts[wrong] for wrong in WRONGS)
+
+    @property
+    def reached(self) -> int:
+        """How much of the goal is done."""
+        return sum(self.counts[what] for what in self._module.REACHED)
+
+    async def run(self) -> None:
         """Run to the goal.
 
         Cancel safety: safe, the processes are killed.
         """
-        bar = None
-        if progress is not None:
-            bar = progress.add_task("soak", total=self._goal)
-        roles = self.roles
+        roles = self._module.roles(self._way)
         try:
             for role in roles:
                 self._lives[role] = await _Life.begin(self, role)
-            while self.reached < self._goal and not self.tally.failed:
+            while self.reached < self._goal and not self.failed:
                 await self._fault(self._random.choice(roles))
-                if progress is not None and bar is not None:
-                    progress.update(bar, completed=self.reached)
             for role in roles:
                 await self._lives[role].end()
         finally:
             for life in self._lives.values():
                 await life.kill()
-        return self.tally
 
     def command(self, role: str) -> list[str]:
-        """How to start a side; no two of its lives have the same seed."""
+        """How to start a process; no two lives of a role have the same seed."""
         self._born[role] += 1
-        seed = self._seed * 100 + self._born[role]
-        return [sys.executable, *self.arguments(role, seed)]
-
-    def arguments(self, role: str, seed: int) -> list[str]:
-        """What Python is called with for that."""
-        where = (self._address, self._way)
-        return ["-m", __name__, role, *where, str(seed), self._psk_file]
-
-    @property
-    def reached(self) -> int:
-        """How much of the goal is done: bytes checked."""
-        return self.tally.nbytes
+        seed = str(self._seed * 100 + self._born[role])
+        where = (self._what, role, self._address, self._way)
+        return [sys.executable, "-m", __name__, *where, seed, *self._more]
 
     def heard(self, said: dict[str, int]) -> None:
-        """A side has seen something."""
-        tally = self.tally
-        tally.nbytes += said.pop("bytes", 0)
-        tally.wrong_bytes += said.pop("wrong", 0)
-        tally.late_bytes += said.pop("late", 0)
-        tally.false_reports += said.pop("false", 0)
-        tally.counts.update(said)
+        """A process has seen something."""
+        self.counts.update(said)
         self._moved.set()
 
     async def _fault(self, role: str) -> None:
         if not self._fault_s:
             self._moved.clear()
-            async with asyncio.timeout(stamps.ROUND_TIMEOUT_S):
+            async with asyncio.timeout(ROUND_TIMEOUT_S):
                 await self._moved.wait()
             for life in self._lives.values():
                 life.check()
@@ -356,7 +137,7 @@ class ProcessSoak:
         before = self.reached
         await asyncio.sleep(self._random.expovariate(1 / self._fault_s))
         what = self._random.choices(("cut", "stopped", "killed"), (6, 3, 1))[0]
-        self.tally.counts[f"{role} {what}"] += 1
+        self.counts[f"{role} {what}"] += 1
         life = self._lives[role]
         if what == "cut":
             life.signal(signal.SIGUSR1)
@@ -367,15 +148,15 @@ class ProcessSoak:
         else:
             await life.kill()
             life = self._lives[role] = await _Life.begin(self, role)
-        async with asyncio.timeout(stamps.ROUND_TIMEOUT_S):
-            while self.reached == before and not self.tally.failed:
+        async with asyncio.timeout(ROUND_TIMEOUT_S):
+            while self.reached == before and not self.failed:
                 self._moved.clear()
                 await self._moved.wait()
                 life.check()
 
 
 class _Life:
-    """One process of one of the two."""
+    """One process."""
 
     def __init__(self, role: str, process: Process, reader: asyncio.Task[None]) -> None:
         self._role = role
@@ -383,7 +164,7 @@ class _Life:
         self._reader = reader
 
     @classmethod
-    async def begin(cls, soak: ProcessSoak, role: str) -> Self:
+    async def begin(cls, soak: Soak, role: str) -> Self:
         process = await asyncio.create_subprocess_exec(*soak.command(role), stdout=PIPE)
         assert process.stdout is not None
         # A signal that comes before its handler would end the process.
@@ -416,13 +197,43 @@ class _Life:
         await self._reader
 
 
-async def _read(soak: ProcessSoak, process: Process) -> None:
+async def _read(soak: Soak, process: Process) -> None:
     assert process.stdout is not None
     async for line in process.stdout:
         soak.heard(json.loads(line))
     soak.heard({})  # it has ended
 
 
+async def _live(
+    module: Any, role: str, address: str, way: str, seed: int, folder: Path
+) -> None:
+    loop, stop, key = asyncio.get_running_loop(), asyncio.Event(), folder / KEY
+    proven: dict[str, Any] = {}
+    if key.exists():
+        proven = {"trust": "psk", "psk_file": str(key)}
+    async with kvwire.open(
+        name=f"soak-{role}",
+        ping_interval_s=PING_INTERVAL_S,
+        close_timeout_s=1.0,
+        **module.options(way),
+        **proven,
+    ) as comm:
+
+        def cut() -> None:
+            for connection in comm.live_connections:
+                connection.abort("soak: cut")
+
+        loop.add_signal_handler(signal.SIGUSR1, cut)
+        loop.add_signal_handler(signal.SIGTERM, stop.set)
+        if role in module.LISTENING:
+            await comm.listen(address)
+        say({})
+        await module.live(role, comm, address, way, seed, stop, folder)
+
+
 if __name__ == "__main__":
-    _, _role, _address, _way, _seed, _key = sys.argv
-    uvloop.run(_live(_role, _address, WAYS[_way], int(_seed), _key))
+    _, _what, _role, _address, _way, _seed, _folder, *_planted = sys.argv
+    _module = named(_what)
+    if _planted:
+        _module.plant(_way, Path(_folder))
+    uvloop.run(_live(_module, _role, _address, _way, int(_seed), Path(_folder)))

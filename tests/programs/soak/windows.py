@@ -1,8 +1,5 @@
 """A soak of windows: gets beside an owner that takes back, overwrites and offers.
 
-    python -m tests.programs.soak.windows --way mapped --blocks 1000000 [--seed 1]
-        [--fault-s 0.5] [--plant]
-
 An owner takes blocks back, overwrites them and offers them again, all the time and from
 a thread of its own; now and then it closes the window, writes to all of its memory and
 exposes it again. Readers in other processes get blocks by the tickets that stand on a
@@ -12,29 +9,25 @@ has. So every byte of a block that has landed names its owner, life and place. W
 not landed may hold anything, but only until it is released: then it is filled with
 poison, which has to be there still when the block is used again.
 
-Meanwhile connections are cut, and both sides are stopped, continued and killed. With
-``--plant`` the second look is left out, and the soak has to fail.
+With ``--plant`` the second look is left out, and the soak has to fail.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import random
-import signal
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import uvloop
 
 import kvwire
 import kvwire_ucx.windows
@@ -43,11 +36,13 @@ from kvwire.kv.blocks import Bits, Ids
 from kvwire.memory.generations import Generations
 from kvwire_certify.oracle import Words
 from kvwire_local import blocks
-from tests.programs.soak.processes import PING_INTERVAL_S, ProcessSoak, say
-from tests.programs.soak.stamps import Tally
+from tests.programs.soak.processes import say
 from tests.support.caches import StampedCache
 from tests.support.compiled import blind
 
+LISTENING: Final = ("owner", "both")
+# Blocks that were got, or were missing.
+REACHED: Final = ("landed", "missing")
 BLOCKS: Final = 64
 # Large enough that a copy is often overtaken, small enough for many of them.
 SPEC: Final = kvwire.KVSpec(
@@ -63,7 +58,7 @@ _REPORT: Final = 50
 _SWITCH_S: Final = 2e-4
 _LIFE_S: Final = 1.0
 _TRIES_S: Final = 0.05
-_MODULE: Final = "tests.programs.soak.windows"
+_BOARD: Final = "board"
 
 
 class Way(NamedTuple):
@@ -100,6 +95,50 @@ WAYS: Final = MappingProxyType(
 )
 
 
+def roles(way: str) -> tuple[str, ...]:
+    """The processes, in the order in which they are started."""
+    return ("both",) if way == "inproc" else ("owner", "reader")
+
+
+def prepare(folder: Path) -> None:
+    """Make the board."""
+    (folder / _BOARD).write_bytes(bytes(Board.NBYTES))
+
+
+def options(way: str) -> dict[str, Any]:
+    """The configuration of each process."""
+    return {
+        "prefer": (WAYS[way].prefer,),
+        "one_sided_windows": "peers",
+        "backends": WAYS[way].backends,
+    }
+
+
+async def live(
+    role: str,
+    comm: kvwire.Communicator,
+    address: str,
+    way: str,
+    seed: int,
+    stop: asyncio.Event,
+    folder: Path,
+) -> None:
+    """What a process does until it is told to stop.
+
+    Cancel safety: not safe; set `stop`.
+    """
+    board = Board(folder / _BOARD)
+    sys.setswitchinterval(_SWITCH_S)
+    async with contextlib.AsyncExitStack() as opened, asyncio.TaskGroup() as group:
+        if role != "reader":
+            group.create_task(Owner(board, WAYS[way], seed).run(comm, stop))
+        if role == "both":
+            # A reader in the owner's process.
+            comm = await opened.enter_async_context(kvwire.open(name="soak-near"))
+        if role != "owner":
+            group.create_task(Reader(board, WAYS[way], seed).run(comm, address, stop))
+
+
 def blocks_of(way: Way, *, arena: bool = False) -> StampedCache:
     """A cache for one of both sides."""
     spec = replace(SPEC, block_tokens=way.block_tokens)
@@ -111,7 +150,7 @@ class Board:
 
     NBYTES: Final = SERIAL_BYTES + 8 * BLOCKS
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
         whole = np.memmap(path, np.uint8, "r+", shape=(self.NBYTES,))
         self.serial = whole[:SERIAL_BYTES]
         self.generations: Words = whole[SERIAL_BYTES:].view(np.uint64)
@@ -190,9 +229,7 @@ class Reader:
         self._board = board
         self._random = random.Random(seed)
         self._blocks = blocks_of(way)
-        self._counts = dict.fromkeys(
-            ("gets", "bytes", "wrong", "late", "landed", "missing"), 0
-        )
+        self._counts = Counter[str]()
 
     async def run(
         self, comm: kvwire.Communicator, address: str, stop: asyncio.Event
@@ -248,61 +285,17 @@ class Reader:
             await get.released()
             self._blocks.poison(into)
             counts["gets"] += 1
-            counts[f"gets, {remote.way}"] = 1 + counts.get(f"gets, {remote.way}", 0)
+            counts[f"gets, {remote.way}"] += 1
             if counts["gets"] >= _REPORT or counts["wrong"] or counts["late"]:
                 self._report()
             await asyncio.sleep(0)
 
     def _report(self) -> None:
         say(self._counts)
-        for what in self._counts:
-            self._counts[what] = 0
+        self._counts.clear()
 
 
-# --- a process ------------------------------------------------------------------------
-
-
-async def _live(role: str, address: str, way: Way, seed: int, path: str) -> None:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    board = Board(path)
-    sys.setswitchinterval(_SWITCH_S)
-    async with kvwire.open(
-        name=f"soak-{role}",
-        ping_interval_s=PING_INTERVAL_S,
-        close_timeout_s=1.0,
-        trust="loopback",
-        prefer=(way.prefer,),
-        one_sided_windows="peers",
-        backends=way.backends,
-    ) as comm:
-
-        def cut() -> None:
-            for connection in comm.live_connections:
-                connection.abort("soak: cut")
-
-        loop.add_signal_handler(signal.SIGUSR1, cut)
-        loop.add_signal_handler(signal.SIGTERM, stop.set)
-        say({})
-        async with asyncio.TaskGroup() as group:
-            if role != "reader":
-                await comm.listen(address)
-                group.create_task(Owner(board, way, seed).run(comm, stop))
-            if role == "both":
-                group.create_task(_near(stop, board, way, address, seed))
-            elif role == "reader":
-                group.create_task(Reader(board, way, seed).run(comm, address, stop))
-
-
-async def _near(
-    stop: asyncio.Event, board: Board, way: Way, address: str, seed: int
-) -> None:
-    """A reader in the owner's process.
-
-    Cancel safety: not safe; set `stop`.
-    """
-    async with kvwire.open(name="soak-near", ping_interval_s=PING_INTERVAL_S) as comm:
-        await Reader(board, way, seed).run(comm, address, stop)
+# --- without the look after the bytes -------------------------------------------------
 
 
 def _believe(self: Generations, ids: Ids, generations: Words) -> Bits:
@@ -319,89 +312,14 @@ def _end_blindly(
     end(self, status)
 
 
-def plant(way: Way, folder: Path) -> None:
+def plant(way: str, folder: Path) -> None:
     """Leave out the look after the bytes, in compiled loops too if one can compile."""
-    if way.prefer == "local":
+    if WAYS[way].prefer == "local":
         for name in ("mapped_compiled", "process_compiled"):
             setattr(blocks, name, blind(getattr(blocks, name), folder))
         for kind in (blocks.MappedBlocks, blocks.ProcessBlocks):
             kind._look_again = lambda *_: None  # type: ignore[method-assign]
-    elif way.prefer == "ucx":
+    elif WAYS[way].prefer == "ucx":
         kvwire_ucx.windows._Read._end = _end_blindly  # type: ignore[method-assign]
     else:
         Generations.same = _believe  # type: ignore[method-assign]
-
-
-# --- the parent -----------------------------------------------------------------------
-
-
-class WindowSoak(ProcessSoak):
-    """Starts an owner and readers, and lets faults befall them until it is enough."""
-
-    def __init__(
-        self,
-        *,
-        seed: int,
-        blocks: int,
-        way: str,
-        path: str,
-        fault_s: float = 0.0,
-        plant: bool = False,
-    ) -> None:
-        super().__init__(seed=seed, goal=blocks, fault_s=fault_s, way=way)
-        self.roles = ("both",) if way == "inproc" else ("owner", "reader")
-        self._path = path
-        self._plant = plant
-        Path(path).write_bytes(bytes(Board.NBYTES))
-        if way == "inproc":
-            self._address = "inproc://windows-soak"
-
-    @property
-    def reached(self) -> int:
-        """How many blocks were got, or were missing."""
-        return self.tally.counts["landed"] + self.tally.counts["missing"]
-
-    def arguments(self, role: str, seed: int) -> list[str]:
-        plant = ("plant",) if self._plant else ()
-        where = (self._address, self._way)
-        return ["-m", _MODULE, role, *where, str(seed), self._path, *plant]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.programs.soak.windows")
-    parser.add_argument("--way", choices=WAYS, default="mapped")
-    parser.add_argument("--blocks", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--fault-s", type=float, default=0.5, help="0: none")
-    parser.add_argument("--plant", action="store_true")
-    given = parser.parse_args(arguments)
-    print(f"seed {given.seed}", flush=True)
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        soak = WindowSoak(
-            seed=given.seed,
-            blocks=given.blocks,
-            way=given.way,
-            path=str(Path(folder, "board")),
-            fault_s=given.fault_s,
-            plant=given.plant,
-        )
-        tally: Tally = uvloop.run(soak.run())
-    print(
-        f"{soak.reached} blocks in {tally.counts['gets']} gets over {given.way}, in "
-        f"{time.monotonic() - began:.1f} s: {tally.wrong_bytes} wrong bytes, "
-        f"{tally.late_bytes} late bytes"
-    )
-    for what, count in sorted(tally.counts.items()):
-        print(f"  {what}: {count}")
-    return int(tally.failed)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1 and sys.argv[1] in ("owner", "reader", "both"):
-        _, _role, _address, _way, _seed, _path, *_planted = sys.argv
-        if _planted:
-            plant(WAYS[_way], Path(_path).parent)
-        uvloop.run(_live(_role, _address, WAYS[_way], int(_seed), _path))
-    else:
-        sys.exit(main())
