@@ -28,6 +28,7 @@ class TcpLink(Duplex, Link):
     """A link over a connected socket, which it owns."""
 
     pausable = True
+    brings_memory = True
     _handler: LinkHandler
     _frames: FrameReader
 

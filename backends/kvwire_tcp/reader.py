@@ -19,6 +19,10 @@ The previous frame decides how far to read ahead: after a small frame, all of sc
 requested; after a frame that did not fit into scratch, only a header, since the next
 one is probably as large and none of its payload should be copied.
 
+A payload that may land anywhere is handed over in scratch itself, and other memory
+becomes scratch. After such a payload, scratch has room for another one, so that one
+call receives both the header and the payload.
+
 :meth:`FrameReader.receive` makes the one call of the wire, and
 :meth:`FrameReader.deliver` handles the received bytes. The result depends only on the
 bytes, never on how the network divided them.
@@ -31,6 +35,7 @@ from typing import Final, Protocol
 from kvwire.backend import Landing, Link, Payload
 from kvwire.errors import UsageError
 from kvwire.limits import HEADER_BYTES, KIB, WAKEUP_BYTES
+from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.copy import address_of, copy
 from kvwire.memory.iovec import Iovecs, simplest
 from kvwire_tcp.wire import Wire
@@ -38,6 +43,10 @@ from kvwire_tcp.wire import Wire
 # By measurement, a burst of 64-byte frames gains nothing from more. It is also all the
 # memory that a peer can pin before it is authenticated.
 SCRATCH_BYTES: Final = 8 * KIB
+# Payloads up to this size are received with their headers, if they may land anywhere.
+_WITH_HEADER_BYTES_MAX: Final = 264 * KIB
+# For a payload that is a little larger than the one before.
+_MORE_BYTES: Final = 2 * KIB
 
 
 class FrameHandler(Protocol):
@@ -67,10 +76,10 @@ class FrameReader:
         self._link = link
         self.handler = handler
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
-        self._scratch_address = address_of(self._scratch)
         # Handlers get read-only views of it.
         self._headers = self._scratch.toreadonly()
-        # The number of bytes of scratch to request.
+        # The bytes that scratch has at its next use, and the number of them to request.
+        self._size = SCRATCH_BYTES
         self._ahead = SCRATCH_BYTES
         # Bytes kept at the front of scratch: between payloads, a part of a header.
         self._held = 0
@@ -119,13 +128,16 @@ class FrameReader:
         rest = self._rest
         ahead = self._ahead
         if target is None:
+            if ahead > len(self._scratch):
+                self._replace_scratch(0, self._held)
             room = self._scratch
             asked = ahead - self._held
-            if asked < SCRATCH_BYTES:
+            if asked < len(room):
                 room = room[self._held : ahead]
             count = wire.recv_into(room)
         elif type(target) is Iovecs:
-            tail = (self._scratch_address, ahead)
+            ahead = min(ahead, len(self._scratch))
+            tail = (address_of(self._scratch), ahead)
             count = wire.recv_list(target, tail)
             asked = target.asked
         elif rest > WAKEUP_BYTES:
@@ -133,6 +145,7 @@ class FrameReader:
             begin = len(target) - rest
             count = wire.recv_into(target[begin : begin + asked])
         else:
+            ahead = min(ahead, len(self._scratch))
             asked = rest + ahead
             count = wire.recv_two(target[len(target) - rest :], self._scratch[:ahead])
         self.drained = count < asked and not wire.more
@@ -152,6 +165,8 @@ class FrameReader:
                 self._target.rest -= count
             return
         dropped = self._target is None
+        if landing.anywhere:
+            self._ahead = self._size
         # Keep no reference to memory that the handler is about to get back.
         self._landing = self._target = None
         self.handler.body_received(self._link, landing)
@@ -183,12 +198,22 @@ class FrameReader:
                 self._held = 0
                 self._enter(landing, scratch[body:end])
                 return
+            if landing.anywhere and length:
+                landing.payload = scratch[body:begin]
+                self._size = _size_for(length)
+                end = self._replace_scratch(begin, end)
+                begin = 0
+                scratch = self._scratch
+                headers = self._headers
+                self._ahead = self._size
+                handler.body_received(link, landing)
+                continue
             # Slice assignment refuses other lengths and formats by itself.
             if type(payload) is memoryview:
                 payload[:] = scratch[body:begin]
             elif length and payload is not None:
                 copy(scratch[body:begin], payload)
-            self._ahead = SCRATCH_BYTES
+            self._ahead = self._size
             handler.body_received(link, landing)
         if self.stopped:
             return
@@ -197,12 +222,26 @@ class FrameReader:
         if begin and begin < end:
             scratch[: end - begin] = scratch[begin:end]
 
+    def _replace_scratch(self, begin: int, end: int) -> int:
+        """Make other memory scratch, and keep ``scratch[begin:end]`` at its front."""
+        before = self._scratch
+        self._scratch = mid_page_memory(max(self._size, end - begin)).data
+        self._headers = self._scratch.toreadonly()
+        self._held = end - begin
+        if begin < end:
+            self._scratch[: end - begin] = before[begin:end]
+        return self._held
+
     def _enter(self, landing: Landing, arrived: memoryview) -> None:
         """Begin a payload that has only the bytes ``arrived`` so far."""
         payload = landing.payload
         length = landing.length
-        self._ahead = SCRATCH_BYTES
-        if payload is not None:
+        self._ahead = self._size
+        if landing.anywhere:
+            payload = landing.payload = mid_page_memory(length).data
+            self._size = _size_for(length)
+            self._ahead = HEADER_BYTES
+        elif payload is not None:
             if length > SCRATCH_BYTES:
                 self._ahead = HEADER_BYTES
             if not isinstance(payload, memoryview):
@@ -224,6 +263,13 @@ class FrameReader:
                 target.fill(arrived)
         self._landing = landing
         self._rest = length - len(arrived)
+
+
+def _size_for(length: int) -> int:
+    """Return the size of scratch in which the next payload may be as long."""
+    if length > _WITH_HEADER_BYTES_MAX:
+        return SCRATCH_BYTES
+    return max(SCRATCH_BYTES, HEADER_BYTES + length + _MORE_BYTES)
 
 
 def check_destination(payload: Payload, length: int) -> None:

@@ -178,6 +178,9 @@ class Link(ABC):
 
     pausable: bool = False
     """Whether it has ``pause`` and ``resume``, which caches in device memory need."""
+    brings_memory: bool = False
+    """Whether it hands over received payloads in memory of its own, if a
+    :class:`Landing` may be anywhere."""
 
     @abstractmethod
     def start(self, handler: LinkHandler) -> None:

@@ -125,6 +125,14 @@ class _Landing(Landing):
     place: Payload | None
 
 
+class _Anywhere(_Landing):
+    """A landing for which the link has memory."""
+
+    __slots__ = ()
+
+    anywhere = True
+
+
 class ConnectionDriver(LinkHandler):
     """Runs the link and the lanes of one connection, after its handshake.
 
@@ -373,7 +381,12 @@ class ConnectionDriver(LinkHandler):
             # Clearing much memory would only drive other things out of the cache.
             much = length > _CLEARED_BYTES_MAX
             if much and arrival.place is _WHOLE:
-                place = mid_page_memory(length).data
+                if link.brings_memory:
+                    landing = _new(_Anywhere)
+                    landing.length = length
+                    landing.arrival = arrival
+                else:
+                    place = mid_page_memory(length).data
                 landing.place = landing.payload = place
                 return landing
             place = memoryview(uncleared(length) if much else bytearray(length))
@@ -392,6 +405,8 @@ class ConnectionDriver(LinkHandler):
                 core.body_received(arrival, now, body=bytes(payload))
             else:
                 header = arrival.header
+                if landing.anywhere:
+                    landing.place = payload
                 if type(payload) is memoryview and payload is landing.place:
                     # Inlined from `matches`: the fast path of nearly all payloads.
                     check = view_digest(payload) if header.flags & _CHECKED else None

@@ -23,7 +23,7 @@ from tests.backends.recorders import Told
 ANYWHERE: Final = Address("tcp", "127.0.0.1", 0)
 
 # How the receiver of a frame takes its payload.
-VIEW, PIECES, DROP = range(3)
+VIEW, PIECES, DROP, BRING = range(4)
 PIECE_BYTES: Final = 7
 _HEADER = struct.Struct("<QQB15x")
 
@@ -75,6 +75,14 @@ class Body(Landing):
         return None if self.payload is None else bytes(self.payload)
 
 
+class Brought(Body):
+    """A payload that the link hands over in its own memory."""
+
+    __slots__ = ()
+
+    anywhere = True
+
+
 class Recorder(Told, LinkHandler):
     """Notes every callback, and refuses one that comes from inside a call of ours."""
 
@@ -88,7 +96,8 @@ class Recorder(Told, LinkHandler):
         self._note("header_received")
         assert header.readonly
         assert len(header) == HEADER_BYTES
-        landing = Body(*_HEADER.unpack(header))
+        length, number, kind = _HEADER.unpack(header)
+        landing = (Brought if kind == BRING else Body)(length, number, kind)
         self.landings.append(landing)
         return landing
 

@@ -12,14 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvwire.backend import Landing, Link
-from kvwire.limits import HEADER_BYTES
+from kvwire.limits import HEADER_BYTES, KIB
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.reader import SCRATCH_BYTES, FrameReader
 from kvwire_tcp.wire import PlainWire
-from tests.backends.kvwire_tcp.recorder import DROP, PIECES, VIEW, Recorder, header
+from tests.backends.kvwire_tcp.recorder import (
+    BRING,
+    DROP,
+    PIECES,
+    VIEW,
+    Recorder,
+    header,
+)
 
 Frame = tuple[int, bytes]
-KINDS = (VIEW, PIECES, DROP)
+KINDS = (VIEW, PIECES, DROP, BRING)
 NO_LINK = TcpLink.__new__(TcpLink)  # only passed on
 
 
@@ -33,7 +40,8 @@ def transcript(frames: list[Frame]) -> bytes:
 
 def expected(frames: list[Frame]) -> list[tuple[int, bytes | None]]:
     return [
-        (n, None if kind == DROP else body) for n, (kind, body) in enumerate(frames)
+        (n, None if kind == DROP or (kind == BRING and not body) else body)
+        for n, (kind, body) in enumerate(frames)
     ]
 
 
@@ -103,6 +111,9 @@ def test_random_frames_in_random_segments(
         for begin, end in itertools.pairwise([0, *places, len(whole)]):
             wire.pass_on(whole[begin:end])
         assert wire.recorder.frames == expected(frames)
+        # Nothing that was handed over has changed since.
+        held = [(one.number, one.content) for one in wire.recorder.landings]
+        assert held == expected(frames)
 
 
 def test_a_burst_of_small_frames_takes_one_system_call() -> None:
@@ -131,6 +142,22 @@ def test_after_a_large_payload_the_next_one_is_received_in_place() -> None:
         assert recorder.headers == 2
         assert reader.position == f"0 of {sizes[1]} payload bytes"
         assert reader.receive(PlainWire(far)) == sizes[1]
+
+
+def test_after_a_payload_of_any_place_the_next_one_comes_with_its_header() -> None:
+    near, far = socket.socketpair()
+    with near, far:
+        recorder = Recorder()
+        reader = FrameReader(NO_LINK, recorder)
+        wire = PlainWire(far)
+        frames = [(BRING, os.urandom(size)) for size in (64 * KIB, 65 * KIB, 64 * KIB)]
+        for number, calls in ((0, 2), (1, 1), (2, 1)):
+            near.sendall(transcript(frames[number : number + 1]))
+            for _ in range(calls):
+                assert len(recorder.frames) == number
+                reader.deliver(reader.receive(wire))
+            assert reader.drained
+    assert [body for _, body in recorder.frames] == [body for _, body in frames]
 
 
 def test_position_says_where_the_stream_stands() -> None:
