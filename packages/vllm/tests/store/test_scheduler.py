@@ -120,12 +120,14 @@ def test_requests_that_read_no_prefix_load_none() -> None:
     assert side.matched(asked, 0) == (0, False)
 
 
-def test_what_is_loaded_is_not_saved_again() -> None:
-    side, request, _ = matched(TOKENS, 1)
-    side.allocated(request, [[7, 8, 9]], 4)
+@pytest.mark.parametrize("found", [1, 2])
+def test_what_was_not_loaded_is_saved_when_it_is_computed(found: int) -> None:
+    """And nothing that was; vLLM goes back to the first block that was lost."""
+    side, request, _ = matched(TOKENS, found)
+    side.allocated(request, [[7, 8, 9]], 4 * found)
     hashes = hashes_of(request)
     step = side.step(Output({}))
-    assert step.loads == [("r", hashes[:1], [7])]
+    assert step.loads == [("r", hashes[:found], [7, 8][:found])]
     assert step.idle
     side.reported((), ["r"])
     step = side.step(first([7, 8, 9], 4, 6))
@@ -156,16 +158,6 @@ def test_what_vllm_found_in_its_cache_is_saved_after_the_pass() -> None:
     step = side.step(first([7, 8, 9], 8, 2))
     assert step.written == []
     assert step.saves == [("r", hashes_of(request)[:2], [7, 8])]
-
-
-def test_what_was_not_loaded_is_saved_when_it_is_computed() -> None:
-    """vLLM goes back to the first block that was lost."""
-    side, request, _ = matched(TOKENS, 2)
-    side.allocated(request, [[7, 8, 9]], 8)
-    assert len(side.step(Output({})).loads) == 1
-    side.reported((), ["r"])
-    step = side.step(first([7, 8, 9], 4, 6))
-    assert step.saves == [("r", hashes_of(request)[1:2], [8])]
 
 
 def test_a_preempted_request_is_saved_from_its_beginning_again() -> None:

@@ -63,7 +63,9 @@ class Decoder:
     async def __call__(self, body: dict[str, Any]) -> Said:
         params = body.get("kv_transfer_params") or {}
         if params.get("do_remote_decode") or not body.get("stream"):
-            return answer(200, {"choices": [{"text": "x"}]})
+            # Also of /v1/models: an answer without a limit ends with the context.
+            models = [{"max_model_len": len(PROMPT) + COUNT}]
+            return answer(200, {"choices": [{"text": "x"}], "data": models})
         return 200, EVENTS, self.lines(body)
 
     async def lines(self, body: dict[str, Any]) -> AsyncGenerator[bytes]:
@@ -87,7 +89,8 @@ class Decoder:
             who = {"index": 0, "delta": {"role": "assistant", "content": ""}}
             said = named | {"choices": [who], "prompt_token_ids": prompt}
             yield f"data: {json.dumps(said)}\n\n".encode()
-        for i in range(body["max_tokens"]):
+        count = body.get("max_tokens") or COUNT
+        for i in range(count):
             if self.dies and self.steps.locked():
                 raise aiohttp.ClientError("reset")
             if self.steps.locked():
@@ -105,14 +108,14 @@ class Decoder:
             if chat:
                 field = "reasoning" if self.thinks else "content"
                 choice["delta"] = {field: choice.pop("text")}
-            if i + 1 == body["max_tokens"]:
+            if i + 1 == count:
                 choice["finish_reason"] = "length"
             said = named | {"choices": [choice]}
             # An event in two parts, as a socket may give it.
             event = f"data: {json.dumps(said)}\n\n".encode()
             yield event[:9]
             yield event[9:]
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": body["max_tokens"]}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
         usage |= self.details
         said = {"id": "cmpl", "choices": [], "usage": usage}
         yield f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode()
