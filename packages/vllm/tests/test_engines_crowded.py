@@ -21,7 +21,6 @@ from packages.vllm.tests.support.fleets import (
 )
 from packages.vllm.tests.support.models import make_model
 from packages.vllm.tests.support.serving import (
-    ANSWERS_WITHIN_S,
     NEEDS_VLLM,
     complete,
     prompt,
@@ -96,25 +95,3 @@ def test_nothing_is_computed_twice_because_prefill_is_slow(crowded: Fleet) -> No
     assert [said for said, _ in answers] == [
         own(crowded.decode, ids, 12) for ids in prompts
     ]
-
-
-def test_a_prefill_engine_that_dies_is_not_waited_for(crowded: Fleet) -> None:
-    """With as long a queue; its requests are answered by decode alone."""
-    prompts = [prompt(LONG, seed) for seed in range(100, 108)]
-
-    def ask(ids: list[int]) -> list[int]:
-        return tokens_of(complete(crowded.proxy.url, ids, timeout=ANSWERS_WITHIN_S))
-
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = [pool.submit(ask, ids) for ids in prompts]
-        while not crowded.prefill.metric("vllm:num_requests_waiting"):
-            pass
-        crowded.prefill.kill()
-        began = time.monotonic()
-        while not crowded.decode.metric("vllm:num_requests_running"):
-            pass
-        noticed_s = time.monotonic() - began
-        answers = [one.result() for one in asked]
-    print(f"decode computes {noticed_s:.1f} s after prefill was killed")
-    assert noticed_s < QUEUE_S / 2
-    assert answers == [own(crowded.decode, ids, 12) for ids in prompts]

@@ -144,6 +144,17 @@ def test_a_request_that_ended_as_it_was_preempted_is_freed_once() -> None:
     assert queue.freed() == set()
 
 
+def test_an_idle_step_waits_for_the_end_of_a_copy() -> None:
+    store = Store()
+    queue = SaveQueue(store.put, 1, 60.0)
+    queue.add([blocks("a", 1)])
+    queue.leave("a")
+    queue.wait_idle((), 0.0)  # no longer than it may
+    threading.Timer(0.01, store.copy).start()
+    queue.wait_idle((), 600.0)
+    assert queue.freed() == {"a"}
+
+
 def test_what_a_tier_did_not_take_is_put_again_while_its_request_runs() -> None:
     """Else a stored chain would end there."""
     store = Store()
