@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvwire import UsageError
-from kvwire_store import BlockState, BlockStore, Placement
+from kvwire_store import BlockState, BlockStore, Placement, StoreServer
 from kvwire_store.address import TierAddress
 from kvwire_store.keys import Keys, as_keys
 from kvwire_store.namespace import Namespace
@@ -21,6 +21,7 @@ from kvwire_store.tiers.disk import DiskTier
 from packages.store.tests.contract import in_memory, put_before
 from packages.store.tests.fakes import FakeTier
 from packages.store.tests.files import store_on
+from packages.store.tests.server.rig import where
 from tests.support import inside
 from tests.support.caches import Filled, chain
 from tests.support.pairs import turns, until
@@ -278,3 +279,34 @@ class AwayTier(FakeTier):
 
     async def apply(self, verb: Verb, namespace: Namespace, keys: Keys) -> Placement:
         return all_placed(keys.size, BlockState.DEFERRED, "away")
+
+
+async def test_verbs_are_carried_out_at_the_server(tmp_path: Path) -> None:
+    tiers = [MEMORY, f"disk:{tmp_path}?size=1MiB"]
+    await put_before(*tiers, count=4)
+    async with (
+        BlockStore.open(tiers) as store,
+        StoreServer(store, "127.0.0.1:0") as server,
+        BlockStore.open([MEMORY, where(server)]) as client,
+    ):
+        tier = where(server)
+        assert (await client.prefetch(chain(4), CACHE, tier=tier)).complete
+        assert in_memory(store, chain(4)) == [True] * 4
+        # What the server lacks comes from the client's memory.
+        assert (await client.put(A, CACHE, range(4))).complete
+        await store.delete(A, CACHE)
+        assert (await client.prefetch(A, CACHE, tier=tier)).complete
+        assert in_memory(store, A) == [True] * 4
+        assert (await client.pin(A, CACHE, ttl_s=100)).complete
+        for index in (
+            inside.tiers(store).memory.index,
+            inside.tiers(store).below[0].index,  # type: ignore[attr-defined]
+        ):
+            assert index.kept_bytes.sum() == 4 * 4096
+        assert (await client.unpin(A, CACHE)).complete
+        told = await client.pin(A + chain(1, "c"), CACHE)
+        assert told.counts == {"done": 4, "missing": 1}
+    async with BlockStore.open([MEMORY, where(server)]) as client:
+        told = await client.pin(A, CACHE)
+        assert told.deferred.all()
+        assert "kvwire://" in told.reasons[0]

@@ -19,6 +19,7 @@ from kvwire_store.limits import (
     STORE_REQUEST_BYTES_MAX,
 )
 from kvwire_store.namespace import DIGEST_BYTES, ORDERS, Namespace
+from kvwire_store.placement import BlockState
 from kvwire_store.server import messages
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import chain
@@ -112,6 +113,9 @@ def test_a_field_out_of_range_is_refused(changes: dict[str, Any]) -> None:
         [3, 1, b"\0", "x" * 201],
         [3, 1, b"\0", "", bytes([len(ORDERS)])],
         [1, 1, False, False, 10**6],
+        [5, 1, bytes([5]), bytes(1)],
+        [5, 1, bytes(1), bytes([1])],
+        [5, 1, bytes(2), bytes(1)],
         [9, 1],
     ],
     ids=str,
@@ -119,6 +123,16 @@ def test_a_field_out_of_range_is_refused(changes: dict[str, Any]) -> None:
 def test_a_reply_out_of_range_is_refused(fields: list[Any]) -> None:
     with pytest.raises(UsageError, match="not a reply"):
         messages.decode_reply(msgspec.msgpack.encode(fields))
+
+
+def test_an_answer_has_what_it_was_made_of() -> None:
+    reply = messages.VerbDone(1, bytes([0, 4]), bytes([0, 1]), ("why",))
+    told = messages.decode_reply(messages.encode(reply))
+    assert isinstance(told, messages.VerbDone)
+    placement = told.placement
+    assert placement.states.tolist() == [BlockState.DONE, BlockState.MISSING]
+    assert placement.reason(1) == "why"
+    assert messages.VerbDone.of(1, placement) == reply
 
 
 def test_the_largest_request_fits_its_limit() -> None:

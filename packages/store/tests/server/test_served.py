@@ -21,7 +21,7 @@ from kvwire_store.tenants import Tenants
 from kvwire_store.tiers.base import TenantUse
 from packages.store.tests.fakes import FakeTier
 from packages.store.tests.files import store_on
-from packages.store.tests.server.test_server import Client, client, serving
+from packages.store.tests.server.rig import Client, client, serving
 from tests.support import inside
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,10 @@ import pytest
 
 import kvwire
 import kvwire_store.server.session
-from kvwire import Communicator, Connection, UsageError, limits
+from kvwire import UsageError, limits
 from kvwire.security.keys import write_key_file
 from kvwire_store import BlockStore, StoreServer
-from kvwire_store.keys import as_keys
 from kvwire_store.limits import (
-    STORE_INLINE_BYTES,
     STORE_KEYS_MAX,
     STORE_LENT_SHARE,
     STORE_REQUEST_BYTES_MAX,
@@ -30,105 +26,23 @@ from kvwire_store.operations import base
 from kvwire_store.server import messages
 from kvwire_store.tiers.base import BlockResult
 from kvwire_store.tiers.slabs import rounded
+from packages.store.tests.server.rig import (
+    APART,
+    MANY,
+    NAMESPACE,
+    client,
+    moving,
+    names,
+    nothing_is_taken,
+    serving,
+    where,
+    works,
+)
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import STORED_LARGE as LARGE
 from tests.support.caches import Filled, chain
 from tests.support.pairs import turns, until
-
-NAMESPACE = Namespace("kv", SPEC)
-# Two of its blocks are more than goes with a request.
-APART = Namespace("kv", LARGE)
-# So many blocks of it are too large for a request or an answer.
-MANY = STORE_INLINE_BYTES // LARGE.block_bytes + 1
-
-
-class Client:
-    def __init__(self, communicator: Communicator, connection: Connection) -> None:
-        self.communicator = communicator
-        self.connection = connection
-
-    async def say(self, message: messages.ClientMessage | bytes) -> None:
-        body = message if isinstance(message, bytes) else messages.encode(message)
-        await self.connection.send(messages.TAG, body)
-
-    async def ask(self, request: messages.ClientMessage) -> Any:
-        await self.say(request)
-        return messages.decode_reply(await self.connection.recv(messages.TAG))
-
-    async def dropped(self) -> bool:
-        try:
-            await self.connection.recv(messages.TAG)
-        except kvwire.ConnectionClosed:
-            return True
-        return False
-
-
-@contextlib.asynccontextmanager
-async def client(server: StoreServer, *, hello: bool = True) -> AsyncIterator[Client]:
-    """Connect to a server, by hand."""
-    async with kvwire.open(resume=False) as communicator:
-        one = Client(communicator, await communicator.connect(server.address))
-        if hello:
-            assert isinstance(
-                await one.ask(messages.StoreHello(1, 1)), messages.Welcome
-            )
-        yield one
-
-
-@contextlib.asynccontextmanager
-async def serving(
-    *tiers: str, **arguments: Any
-) -> AsyncIterator[tuple[BlockStore, StoreServer]]:
-    async with (
-        BlockStore.open(tiers or ["memory:1MiB"]) as store,
-        StoreServer(store, "127.0.0.1:0", **arguments) as server,
-    ):
-        yield store, server
-
-
-def where(server: StoreServer, options: str = "") -> str:
-    return f"kvwire://{server.address.host}:{server.address.port}{options}"
-
-
-def names(hashes: list[bytes], namespace: Namespace = NAMESPACE) -> messages.Names:
-    return messages.Names.of(as_keys(namespace.digest + one for one in hashes))
-
-
-def moving(
-    kind: type[messages.Put | messages.Get],
-    hashes: list[bytes],
-    of: Namespace = NAMESPACE,
-    **changes: Any,
-) -> messages.Put | messages.Get:
-    fields: dict[str, Any] = {
-        "number": 1,
-        "namespace": messages.text_of(of),
-        "names": names(hashes, of),
-        "timeout_ms": 10_000,
-    }
-    if kind is messages.Put:
-        nbytes = len(hashes) * of.image_bytes
-        fields["order"] = 0
-        fields["images"] = bytes(nbytes) if nbytes <= STORE_INLINE_BYTES else b""
-    return kind(**fields | changes)
-
-
-async def works(server: StoreServer, seed: int = 9) -> bool:
-    """Whether an honest client is served, with the bytes that it had put."""
-    source, target, hashes = Filled(seed=seed), Filled(), chain(4, f"honest {seed}")
-    async with BlockStore.open([where(server)]) as store:
-        stored = await store.put(hashes, source.cache, [0, 1, 2, 3])
-    async with BlockStore.open([where(server)]) as store:
-        got = await store.get(hashes, target.cache, [7, 6, 5, 4])
-    same = np.array_equal(source.tokens([0, 1, 2, 3]), target.tokens([7, 6, 5, 4]))
-    return stored.complete and got.complete and same
-
-
-async def nothing_is_taken(store: BlockStore, server: StoreServer) -> None:
-    slabs, served = inside.tiers(store).memory.index.slabs, inside.served(server)
-    await until(lambda: slabs.used_bytes == 0 and served.lent_bytes == 0)
-
 
 # --- lies -----------------------------------------------------------------------------
 
@@ -469,6 +383,77 @@ def _damage(path: Path, part: bytes) -> None:
     path.write_bytes(raw)
 
 
+# --- several at once ----------------------------------------------------------------
+
+
+async def test_small_blocks_that_come_while_a_get_waits_are_in_its_answer() -> None:
+    """How they come is told by what was asked, and not by where the server has them."""
+    images = np.arange(2 * SPEC.block_bytes).astype(np.uint8).tobytes()
+    async with (
+        serving("memory:4MiB", berths=1) as (_, server),
+        client(server) as one,
+        client(server) as other,
+    ):
+        await one.say(moving(messages.Put, chain(MANY), APART, number=1))
+        await until(lambda: inside.served(server).lent_bytes > 0)
+        await one.say(moving(messages.Get, chain(2), number=2))
+        await until(lambda: any(row.requests == 2 for row in server.clients()))
+        await other.ask(moving(messages.Put, chain(2), images=images))
+        sent = bytes(MANY * LARGE.block_bytes)
+        await one.connection.send(messages.payload_tag(1), sent)
+        await one.connection.recv(messages.TAG)
+        done = messages.decode_reply(await one.connection.recv(messages.TAG))
+        assert isinstance(done, messages.StoreDone)
+        assert done.number == 2
+        assert done.images == images
+
+
+async def test_a_get_that_is_answered_is_open_no_more() -> None:
+    """While its blocks are on their way the client may ask as much as ever."""
+    async with serving("memory:4MiB") as (store, server):
+        await store.put(chain(MANY), Filled(MANY, LARGE, seed=1).cache, range(MANY))
+        async with client(server) as one:
+            await one.ask(moving(messages.Get, chain(MANY), APART, number=1))
+            asked = range(2, STORE_REQUESTS_MAX + 2)
+            for number in asked:
+                await one.say(messages.Find(number, names(chain(1))))
+            for _ in asked:
+                await one.connection.recv(messages.TAG)
+            images = await one.connection.recv(messages.payload_tag(1))
+            assert len(images) == MANY * LARGE.block_bytes
+        assert not server.dropped
+
+
+async def test_a_store_that_is_closed_first_closes_its_server() -> None:
+    """What clients still ask for would be looked for in memory that is given back."""
+    async with serving() as (store, server), client(server) as one:
+        await store.put(chain(2), Filled(seed=1).cache, [0, 1])
+        await store.close()
+        await server.closed()
+        with pytest.raises(kvwire.ConnectionClosed):
+            await one.ask(moving(messages.Get, chain(2)))
+        with pytest.raises(UsageError, match="the store is closed"):
+            await StoreServer(store, "127.0.0.1:0").__aenter__()
+
+
+async def test_kinds_of_blocks_that_nobody_has_are_not_remembered() -> None:
+    """By neither side: a client may ask for any number of them."""
+    other = Filled(spec=LARGE)
+    async with (
+        serving() as (store, server),
+        BlockStore.open([where(server)]) as near,
+    ):
+        await near.put(chain(2), Filled(seed=1).cache, [0, 1])
+        outcome = await near.get(chain(2, "other"), other.cache, [0, 1])
+        assert not outcome.landed.ids().size
+        assert await near.match(chain(2)) == 2
+        assert (
+            len(inside.tiers(near).namespaces)
+            == len(inside.tiers(store).namespaces)
+            == 1
+        )
+
+
 # --- stalls ---------------------------------------------------------------------------
 
 
@@ -526,6 +511,11 @@ async def test_read_only() -> None:
                 put = await other.put(chain(1, "new"), source.cache, [3])
                 assert "read-only" in put.missing["kv", 3]
                 assert (await other.get(hashes, target.cache, [4, 5])).complete
+                pinned = await other.pin(hashes, source.cache)
+                assert pinned.refused.all()
+                assert "this server is read-only" in pinned.reasons[0]
+                fetched = await other.prefetch(hashes, source.cache, tier=tier)
+                assert fetched.complete
             assert np.array_equal(source.tokens([0, 1]), target.tokens([4, 5]))
         assert store.stats()["memory:1MiB"].blocks == 2
 

@@ -17,7 +17,7 @@ from kvwire.security.keys import write_key_file
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store.server.client import ask_report, delete_all
 from kvwire_store.server.messages import Delete
-from packages.store.tests.server.test_server import where
+from packages.store.tests.server.rig import where
 from tests.support import inside
 from tests.support.caches import Filled, chain
 from tests.support.certificates import FAR, NEAR, Authority
@@ -144,6 +144,34 @@ async def test_a_tenant_cannot_act_for_another(shop: Shop) -> None:
         assert await x.match(A, cache, tenant="y") == 4, "in its own memory"
     async with shop.client("y") as y:
         assert await y.match(A, cache) == 0
+
+
+async def test_a_tenant_acts_for_itself_and_the_operator_for_each(
+    tmp_path: Path,
+) -> None:
+    cache = Filled(seed=1).cache
+    for who in ("x", "y", "all"):
+        write_key_file(tmp_path / who)
+    tenants = [f"x?pinned=8KiB&key={tmp_path}/x", f"y?key={tmp_path}/y"]
+    async with (
+        BlockStore.open(["memory:128KiB"], tenants=tenants) as store,
+        StoreServer(store, "127.0.0.1:0", psk_file=str(tmp_path / "all")) as server,
+    ):
+        await store.put(A, cache, range(4), tenant="x")
+        for who, named, counts in (
+            ("x", "", {"done": 2, "clipped": 2}),
+            ("y", "", {"missing": 4}),
+            ("all", "x", {"done": 2, "clipped": 2}),
+            ("all", "z", {"refused": 4}),
+            ("y", "x", {"refused": 4}),
+        ):
+            async with BlockStore.open(
+                ["memory:64KiB", where(server, f"?psk_file={tmp_path}/{who}")],
+                tenants=[named] if named else (),
+            ) as client:
+                told = await client.pin(A, cache, tenant=named)
+                assert told.counts == counts, (who, named, told.reasons)
+        assert "it is tenant y, and cannot act for 'x'" in told.reasons[0]
 
 
 @pytest.mark.parametrize(
