@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import pytest
 
 from kvwire.errors import KVWireError
 from kvwire.proto.events import TransferOpened
-from kvwire.proto.records import RequestRecord, SegmentRecord, TransferRecord
+from kvwire.proto.records import RequestRecord, SegmentRecord
 from kvwire.types import BufferId, TrustMode
 from kvwire.wire.header import FrameType, decode_header
 from tests.support.core_pair.handshakes import identity
@@ -49,8 +48,6 @@ def on_the_wire(peer: Peer) -> list[Frame]:
 
 
 CHUNK = 65_536
-BOX = (0, 0, 1, 0, 1)
-T = TypeVar("T")
 
 both_ways = pytest.mark.parametrize("pull", [False, True], ids=["push", "pull"])
 
@@ -67,9 +64,9 @@ class Moved:
     targets: dict[int, BufferId] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.asker = ask(self.pair.client, pull=self.pull)
+        self.asker = self.pair.client.open(pull=self.pull)
         self.pair.run()
-        (opened,) = events_of(self.pair.server, TransferOpened)
+        (opened,) = self.pair.server.heard(TransferOpened)
         assert (opened.id, opened.description) == (b"name", b"what I have")
         self.answerer = opened.request
 
@@ -107,41 +104,21 @@ class Moved:
         return self.incoming in self.consumer.done
 
     def agree(self) -> Moved:
-        self.pair.server.core.transfers.agree(self.answerer, b"what I want")
+        self.pair.server.agree()
         self.pair.run()
         return self
 
     def mark(self, data: bytes, commit: int = 0) -> SegmentRecord:
-        buffer = self.producer.lend(data)
-        self.sources.append(buffer)
-        transfers = self.producer.core.transfers
-        segment = transfers.mark(self.outgoing, BOX, len(data), commit)
-        transfers.queue(segment, buffer)
-        self.producer.collect()
+        segment = self.producer.mark(self.outgoing, data, commit)
+        assert segment.buffer is not None
+        self.sources.append(segment.buffer)
         return segment
 
     def commit(self, *, complete: bool = True) -> None:
-        self.producer.core.transfers.commit(self.outgoing, complete=complete)
-        self.producer.collect()
+        self.producer.commit(self.outgoing, complete=complete)
 
     def content(self, number: int) -> bytes:
         return self.consumer.content(self.targets[number])
-
-
-def ask(
-    peer: Peer, *, pull: bool = False, priority: int = 0, deadline: float | None = None
-) -> RequestRecord:
-    transfer = TransferRecord(id=b"name", priority=priority)
-    request = peer.core.open_transfer(
-        transfer, b"what I have", pull=pull, deadline=deadline
-    )
-    peer.collect()
-    return request
-
-
-def events_of(peer: Peer, kind: type[T]) -> list[T]:
-    """The events of a class that one end has had."""
-    return [event for event in peer.events if isinstance(event, kind)]
 
 
 def moved(

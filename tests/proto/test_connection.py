@@ -13,7 +13,6 @@ from kvwire.proto.state import CloseState
 from kvwire.wire.control import AccessBody, Announce, Close, Credit, Ping
 from kvwire.wire.header import FrameType
 from tests.proto.moving import (
-    ask,
     expect_broken,
     expect_error,
     expect_fine,
@@ -64,7 +63,7 @@ def everything(
             (end, end.recv(99, deadline=until)),
             (end, end.put(bytes(100), grant, deadline=until)),
             (end, end.get(grant, deadline=until)),
-            (end, ask(end, deadline=until)),
+            (end, end.open(deadline=until)),
         ]
     return begun
 
@@ -253,7 +252,7 @@ def start_something(pair: ConnectionPair, what: str) -> None:
             access = other.server.grant(other.server.expose(5))
             client.forge(FrameType.GET, access, request=1)
         case _:
-            ask(client)
+            client.open()
 
 
 @pytest.mark.rule("KVW-CL-02", "keeps")
@@ -298,7 +297,7 @@ STARTS: tuple[Callable[[Peer, AccessBody], object], ...] = (
     lambda end, access: end.put(bytes(5), access),
     Peer.get,
     lambda end, _: end.grant(end.expose(5)),
-    lambda end, _: ask(end),
+    lambda end, _: end.open(),
 )
 
 
@@ -378,7 +377,7 @@ def test_a_message_announced_while_the_peer_closes() -> None:
     """ANNOUNCE and CLOSE cross: it fails here, and is turned away there."""
     pair = ConnectionPair()
     pair.client.close()
-    message, transfer = pair.server.send(TAG, LARGE), ask(pair.server)
+    message, transfer = pair.server.send(TAG, LARGE), pair.server.open()
     expect_fine(pair)
     for request in (message, transfer):
         expect_error(pair.server, request, errors.ClosedOK)

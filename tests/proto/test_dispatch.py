@@ -18,7 +18,6 @@ from kvwire.wire.header import (
     decode_header,
     encode_header,
 )
-from tests.proto.moving import ask
 from tests.support.core_pair.peer import ConnectionPair, Peer
 
 
@@ -55,7 +54,7 @@ def get(end: Peer) -> RequestRecord:
 def failed(code: int, *, met_by_peer: bool, reason: str = "") -> Exception | None:
     """How a request ends when the peer says FAIL."""
     pair = ConnectionPair()
-    request = ask(pair.client) if met_by_peer else get(pair.client)
+    request = pair.client.open() if met_by_peer else get(pair.client)
     pair.server.forge(FrameType.FAIL, Fail(code, reason), request=request.wire_id)
     pair.deliver(pair.server)
     return pair.client.error(request)

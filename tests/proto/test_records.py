@@ -12,12 +12,12 @@ from kvwire.proto.connection import LAST_FIN_DELAY_S
 from kvwire.proto.events import SegmentsAcknowledged
 from kvwire.proto.records import Box, packed_mark, read_mark
 from kvwire.wire.header import FrameType, decode_header, encode_header
-from tests.proto.moving import CHUNK, Moved, events_of, expect_fine, moved
+from tests.proto.moving import CHUNK, Moved, expect_fine, moved
 
 
 def acknowledged(m: Moved) -> list[tuple[int, ...]]:
     """What each SEGMENT_ACK has said."""
-    return [e.numbers for e in events_of(m.producer, SegmentsAcknowledged)]
+    return [e.numbers for e in m.producer.heard(SegmentsAcknowledged)]
 
 
 def test_segments_are_acknowledged_together() -> None:

@@ -16,18 +16,15 @@ from kvwire.types import TrustMode
 from kvwire.wire import control
 from kvwire.wire.header import FrameType
 from tests.proto.moving import (
-    BOX,
     CHUNK,
     Moved,
-    ask,
     both_ways,
-    events_of,
     expect_broken,
     expect_error,
     expect_fine,
     moved,
 )
-from tests.support.core_pair.peer import ConnectionPair
+from tests.support.core_pair.peer import BOX, ConnectionPair
 
 
 @both_ways
@@ -68,7 +65,7 @@ def test_a_segment_that_leaves_as_soon_as_it_is_marked(kept: bool, pull: bool) -
 def test_a_transfer(pull: bool) -> None:
     """Marked, moved, landed, committed, settled; in the end all memory is free."""
     m = moved(pull=pull)
-    (agreed,) = events_of(m.pair.client, events.TransferAgreed)
+    (agreed,) = m.pair.client.heard(events.TransferAgreed)
     assert (agreed.request, agreed.description) == (m.asker, b"what I want")
     parts, calls = [b"a", b"b" * CHUNK, b"c" * (2 * CHUNK + 7)], list[int]()
     transfer = m.producer.core.transfers.records[m.outgoing]
@@ -78,10 +75,10 @@ def test_a_transfer(pull: bool) -> None:
     m.pair.run()
     assert [m.content(n) for n in (1, 2, 3)] == parts
     assert set(calls) == {0}, "the producer learns when the link has all"
-    landed = [e.segment.number for e in events_of(m.consumer, events.SegmentLanded)]
+    landed = [e.segment.number for e in m.consumer.heard(events.SegmentLanded)]
     assert sorted(landed) == [1, 2, 3]
     m.pair.advance(LAST_FIN_DELAY_S)
-    said = [e.numbers for e in events_of(m.producer, events.SegmentsAcknowledged)]
+    said = [e.numbers for e in m.producer.heard(events.SegmentsAcknowledged)]
     assert sorted(itertools.chain(*said)) == [1, 2, 3]
     assert m.outgoing not in m.producer.done
     m.commit()
@@ -144,14 +141,14 @@ def test_late_frames_of_a_transfer_are_dropped() -> None:
 def test_how_many_may_wait_for_an_answer() -> None:
     """The last that may, the first that may not."""
     pair = ConnectionPair()
-    requests = [ask(pair.client) for _ in range(TRANSFERS_WAITING_MAX)]
+    requests = [pair.client.open() for _ in range(TRANSFERS_WAITING_MAX)]
     expect_fine(pair)
     pair.client.cancel(requests[0])
     expect_fine(pair)
-    ask(pair.client)
+    pair.client.open()
     expect_fine(pair)
     with pytest.raises(errors.UsageError, match="wait for this peer"):
-        ask(pair.client)
+        pair.client.open()
     later = 2 * TRANSFERS_WAITING_MAX + 3
     pair.client.forge(FrameType.OPEN, control.Open(b"4", False, 0, b""), request=later)
     expect_broken(pair, pair.server, "KVW-TR-01")
@@ -253,7 +250,7 @@ def test_settled_before_the_commit() -> None:
 def test_a_transfer_that_is_over_is_forgotten(pull: bool) -> None:
     """Or each would stay for as long as the connection; also one without an answer."""
     m = moved(pull=pull)
-    unanswered = ask(m.pair.client, pull=pull)
+    unanswered = m.pair.client.open(pull=pull)
     expect_fine(m.pair)
     m.mark(b"x")
     m.commit()
@@ -272,7 +269,7 @@ def test_a_transfer_that_is_over_is_forgotten(pull: bool) -> None:
 def test_agreeing_with_oneself() -> None:
     """The asker does not answer."""
     pair = ConnectionPair()
-    ask(pair.client)
+    pair.client.open()
     pair.client.forge(FrameType.AGREE, control.Agree(b""), request=1)
     expect_broken(pair, pair.server, "KVW-TR-02")
 
@@ -338,7 +335,7 @@ def test_a_small_segment_that_is_taken_whole(damaged: bool) -> None:
         came = b"LAST" if damaged and body == b"last" else body
         m.consumer.receive((header, came))
     assert taken == [(1, b"good"), (2, None if damaged else b"last")]
-    assert not events_of(m.consumer, events.SegmentMarked)
+    assert not m.consumer.heard(events.SegmentMarked)
     expect_fine(m.pair)
     m.pair.advance(LAST_FIN_DELAY_S)
     for peer, request in ((m.producer, m.outgoing), (m.consumer, m.incoming)):
@@ -393,7 +390,7 @@ def test_three_frames_after_the_answer(pull: bool) -> None:
     assert m.names == ["COMMIT_ACK"]
     expect_fine(m.pair)
     assert m.content(1) == b"x" * 100
-    assert not events_of(m.producer, events.SegmentsAcknowledged)  # the end says it
+    assert not m.producer.heard(events.SegmentsAcknowledged)  # the end says it
     assert m.producer.error(m.outgoing) is None
     m.pair.advance(LAST_FIN_DELAY_S)
     for peer in (m.producer, m.consumer):
@@ -406,7 +403,7 @@ def test_all_has_landed_before_the_link_is_through_with_it() -> None:
     m.producer.slow = True
     m.mark(b"x", commit=2)
     expect_fine(m.pair)
-    (said,) = events_of(m.producer, events.SegmentsAcknowledged)
+    (said,) = m.producer.heard(events.SegmentsAcknowledged)
     assert said.numbers == (1,)
     assert m.outgoing not in m.producer.done
     m.producer.complete()
@@ -424,12 +421,11 @@ def test_the_last_word_rides_on_the_next_transfer(pull: bool) -> None:
     m.mark(b"x", commit=2)
     expect_fine(m.pair)
     assert not m.over()
-    asked = ask(m.pair.client, pull=pull)
+    asked = m.pair.client.open(pull=pull)
     expect_fine(m.pair)
     if pull:
         assert not m.over()
-        answerer = events_of(m.pair.server, events.TransferOpened)[-1].request
-        m.pair.server.core.transfers.agree(answerer, b"")
+        m.pair.server.agree()
         expect_fine(m.pair)
     assert m.over()
     assert m.consumer.error(m.incoming) is None
@@ -443,15 +439,14 @@ def test_as_many_last_fins_as_can_ride(monkeypatch: pytest.MonkeyPatch) -> None:
     assert LAST_FINS_MAX > 2
     monkeypatch.setattr(module, "LAST_FINS_MAX", 2)
     m = moved()
-    other = ask(m.pair.client)
+    other = m.pair.client.open()
     expect_fine(m.pair)
-    answerer = events_of(m.pair.server, events.TransferOpened)[-1].request
-    m.pair.server.core.transfers.agree(answerer, b"")
+    answerer = m.pair.server.agree()
     expect_fine(m.pair)
     m.mark(b"x", commit=2)
     expect_fine(m.pair)
     assert not m.over()
-    m.producer.core.transfers.commit(other, complete=True)
+    m.producer.commit(other)
     expect_fine(m.pair)
     assert m.over()
     assert answerer in m.consumer.done
@@ -479,7 +474,7 @@ def test_memory_of_a_transfer_that_is_over() -> None:
     assert m.targets[1] in m.consumer.memory
     m.consumer.body(arrival, body)
     assert m.targets[1] in m.consumer.freed
-    assert events_of(m.consumer, events.SegmentLanded) == []
+    assert m.consumer.heard(events.SegmentLanded) == []
     expect_fine(m.pair)
 
 
@@ -487,15 +482,14 @@ def test_who_was_answered_waits_no_more() -> None:
     """Neither side counts transfers that move, or that are over."""
     pair = ConnectionPair()
     for _ in range(TRANSFERS_WAITING_MAX - 1):
-        ask(pair.client)
+        pair.client.open()
     for _ in range(3):
-        request = ask(pair.client)
+        pair.client.open()
         expect_fine(pair)
-        answerer = events_of(pair.server, events.TransferOpened)[-1].request
-        pair.server.core.transfers.agree(answerer, b"")
+        pair.server.agree()
         expect_fine(pair)
     for _ in range(3):
-        request = ask(pair.client)
+        request = pair.client.open()
         expect_fine(pair)
         pair.client.core.cancel(request)
         expect_fine(pair)
@@ -542,7 +536,7 @@ def test_an_end_between_a_mark_and_its_bytes() -> None:
     m.mark(b"x")
     m.pair.run()
     assert m.consumer.ended is not None
-    assert not events_of(m.consumer, events.SegmentLanded)
+    assert not m.consumer.heard(events.SegmentLanded)
 
 
 def test_the_last_word_of_a_connection_that_is_aborted() -> None:
@@ -561,7 +555,7 @@ def test_closing_ends_what_nobody_has_answered() -> None:
     """And waits for what moves."""
     pair = ConnectionPair()
     m = Moved(pair).agree()
-    waiting = ask(pair.client)
+    waiting = pair.client.open()
     pair.run()
     assert len(pair.server.core.transfers.unanswered) == 1
     m.mark(b"x")

@@ -76,15 +76,9 @@ def opened(pair: ConnectionPair) -> int:
     return number
 
 
-def get(peer: Peer, body: WindowGet) -> RequestRecord:
-    request = peer.core.read_window(peer.lend(body.nbytes), body, None)
-    peer.collect()
-    return request
-
-
 def served(pair: ConnectionPair, stale: bytes = b"") -> RequestRecord:
     """A get whose bytes have left, with its last frame."""
-    request = get(pair.client, asks())
+    request = pair.client.read(asks())
     pair.run()
     event = taken(pair.server, WindowRead)
     pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
@@ -184,7 +178,7 @@ def test_gets_of_a_window_that_its_reader_has_closed() -> None:
     pair.client.core.windows.close(number)
     pair.client.collect()
     small = pair.client.core.read_window(None, asks_together(), None)
-    large = get(pair.client, asks())
+    large = pair.client.read(asks())
     expect_fine(pair)
     for request in (small, large):
         expect_error(pair.client, request, StaleRegion)
@@ -223,7 +217,7 @@ def test_a_last_frame_before_the_last_bytes() -> None:
     pair = ConnectionPair()
     opened(pair)
     pair.server.stalled = True
-    request = get(pair.client, asks())
+    request = pair.client.read(asks())
     pair.run()
     event = taken(pair.server, WindowRead)
     pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
@@ -257,7 +251,7 @@ def test_data_that_was_not_asked_for(wrong: str) -> None:
     if together:
         request, _ = get_together(pair)
     else:
-        request = get(pair.client, asks())
+        request = pair.client.read(asks())
     data = DATA[:-1] if wrong == "size" else DATA
     server, number = pair.server, request.wire_id
     rule = "KVW-WN-08"
@@ -279,7 +273,7 @@ def test_a_get_of_blocks_that_were_withdrawn() -> None:
     """Nothing is sent but the reason."""
     pair = ConnectionPair()
     opened(pair)
-    request = get(pair.client, asks())
+    request = pair.client.read(asks())
     pair.run()
     event = taken(pair.server, WindowRead)
     pair.server.core.finish_read(event.request, b"\x01", sent=False)
@@ -303,7 +297,7 @@ def test_a_get_that_is_cancelled() -> None:
     pair = ConnectionPair()
     opened(pair)
     pair.server.stalled = True
-    request = get(pair.client, asks())
+    request = pair.client.read(asks())
     pair.run()
     event = taken(pair.server, WindowRead)
     pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
@@ -322,7 +316,7 @@ def test_a_close_waits_for_a_get_and_no_longer() -> None:
     """Its last frame is followed by CLOSE."""
     pair = ConnectionPair()
     opened(pair)
-    request = get(pair.client, asks())
+    request = pair.client.read(asks())
     pair.run()
     event = taken(pair.server, WindowRead)
     pair.server.close()
@@ -338,7 +332,7 @@ def test_damage_waits_for_the_last_frame() -> None:
     """The blocks may have been written to since."""
     pair = ConnectionPair()
     opened(pair)
-    request = get(pair.client, asks())
+    request = pair.client.read(asks())
     pair.run()
     event = taken(pair.server, WindowRead)
     pair.server.core.windows.serve(event.request, pair.server.lend(DATA))
@@ -365,7 +359,7 @@ def test_views_and_closing() -> None:
     pair.client.core.windows.close(number)
     expect_fine(pair)
     assert taken(pair.server, WindowLeft) == WindowLeft(window=number)
-    late = get(pair.client, asks())
+    late = pair.client.read(asks())
     expect_fine(pair)
     expect_error(pair.client, late, StaleRegion)
     pair.client.forge(FrameType.WINDOW_CLOSE, WindowClose(number, mine=False))
@@ -419,7 +413,7 @@ def test_a_last_frame_that_is_none() -> None:
     expect_broken(pair, pair.client, "KVW-WN-03")
     pair = ConnectionPair()
     opened(pair)
-    request = get(pair.client, asks())
+    request = pair.client.read(asks())
     for _ in range(2):
         pair.server.forge(
             FrameType.WINDOW_GOT, WindowGot(sent=True), request=request.wire_id
@@ -434,7 +428,7 @@ def test_a_last_frame_that_is_none() -> None:
 def test_bytes_of_a_get_that_has_none() -> None:
     pair = ConnectionPair()
     opened(pair)
-    request = get(pair.client, asks(nbytes=2 * 65_536))
+    request = pair.client.read(asks(nbytes=2 * 65_536))
     pair.run()
     pair.server.forge_payload(FrameType.DATA, bytes(65_536), request=request.wire_id)
     pair.server.forge(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
 from kvwire.errors import KVWireError, ProtocolError
 from kvwire.memory.checksum import checksum
@@ -38,7 +38,7 @@ from kvwire.proto.records import (
 from kvwire.proto.regions import RegionRecord, RegionTable
 from kvwire.proto.state import RequestKind
 from kvwire.types import Access, BufferId, RequestId, Role
-from kvwire.wire.control import AccessBody, Body, encode_body
+from kvwire.wire.control import AccessBody, Body, WindowGet, encode_body
 from kvwire.wire.handshake_messages import ConnectionParameters
 from kvwire.wire.header import Flag
 from tests.support.core_pair.end import CoreEnd
@@ -51,7 +51,9 @@ from tests.support.core_pair.handshakes import (
     shake,
 )
 
+BOX: Final = (0, 0, 1, 0, 1)
 _CHECKED: Final = int(Flag.CHECKED)
+E = TypeVar("E", bound=events.Event)
 
 
 class Peer(CoreEnd):
@@ -237,6 +239,50 @@ class Peer(CoreEnd):
         core, size = self.core, source.nbytes
         return self._start(size, lambda lent: core.get(lent, size, source, deadline))
 
+    def open(
+        self,
+        *,
+        pull: bool = False,
+        name: bytes = b"name",
+        description: bytes = b"what I have",
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> RequestRecord:
+        """Ask the other end for a KV transfer."""
+        transfer = TransferRecord(id=name, priority=priority)
+        request = self.core.open_transfer(
+            transfer, description, pull=pull, deadline=deadline
+        )
+        self.collect()
+        return request
+
+    def agree(self, description: bytes = b"what I want") -> RequestRecord:
+        """Answer the transfer that was opened last."""
+        request = self.heard(events.TransferOpened)[-1].request
+        self.core.transfers.agree(request, description)
+        self.collect()
+        return request
+
+    def mark(
+        self, request: RequestRecord, data: bytes, commit: int = 0
+    ) -> SegmentRecord:
+        """Mark and send a segment of a transfer, out of a new buffer."""
+        transfers = self.core.transfers
+        segment = transfers.mark(request, BOX, len(data), commit)
+        transfers.queue(segment, self.lend(data))
+        self.collect()
+        return segment
+
+    def commit(self, request: RequestRecord, *, complete: bool = True) -> None:
+        """Mark nothing more of a transfer."""
+        self.core.transfers.commit(request, complete=complete)
+        self.collect()
+
+    def read(self, body: WindowGet) -> RequestRecord:
+        """Read blocks of a window of the other end into a new buffer."""
+        core, size = self.core, body.nbytes
+        return self._start(size, lambda lent: core.read_window(lent, body, None))
+
     def cancel(self, request: RequestRecord) -> None:
         self.core.cancel(request)
         self.collect()
@@ -274,6 +320,10 @@ class Peer(CoreEnd):
 
     # --- results ----------------------------------------------------------------------
 
+    def heard(self, kind: type[E]) -> list[E]:
+        """The events of a class that there were."""
+        return [event for event in self.events if isinstance(event, kind)]
+
     def error(self, request: RequestRecord) -> KVWireError | None:
         """Why a request failed; None if it did not. KeyError if it is not over."""
         return self.done[request].error
@@ -290,7 +340,7 @@ class Peer(CoreEnd):
     @property
     def ended(self) -> events.Ended | None:
         """The end of the connection, once it has come."""
-        return next((e for e in self.events if isinstance(e, events.Ended)), None)
+        return next(iter(self.heard(events.Ended)), None)
 
     # --- what a link does -------------------------------------------------------------
 

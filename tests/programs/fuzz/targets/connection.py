@@ -19,7 +19,7 @@ from msgspec import inspect
 from kvwire.errors import ConnectionClosed, UsageError
 from kvwire.proto.events import TransferOpened
 from kvwire.proto.lanes import LaneStage
-from kvwire.proto.records import RequestRecord, TransferRecord
+from kvwire.proto.records import RequestRecord
 from kvwire.proto.regions import RegionRecord
 from kvwire.proto.state import RequestKind, RequestStage
 from kvwire.types import Access, Role, TrustMode
@@ -34,7 +34,6 @@ from tests.support.core_pair.peer import ConnectionPair, Peer
 _STEPS_MAX: Final = 80
 # So small that a few bytes make several chunks; no handshake would agree on it.
 _CHUNK_BYTES: Final = 16
-_BOX: Final = (0, 0, 1, 0, 1)
 _CONTROL: Final = tuple(_BODIES)
 _KINDS: Final = {
     frame_type: inspect.type_info(body) for frame_type, body in _BODIES.items()
@@ -175,18 +174,15 @@ class _World:
             self._pair.of(role).revoke(reader.pick(self._regions[role]))
 
     def _transfer(self, reader: Reader, role: Role) -> None:
-        end = self._pair.of(role)
-        transfer = TransferRecord(id=b"name", priority=reader.byte())
+        end, priority = self._pair.of(role), reader.byte()
         pull = bool(reader.byte() & 1)
-        request = end.core.open_transfer(transfer, b"mine", pull=pull, deadline=None)
-        end.collect()
-        self._note(end, request)
+        self._note(end, end.open(priority=priority, pull=pull))
 
     def _move_transfer(self, reader: Reader, role: Role) -> None:
         """Answer one, mark a segment of one, commit one: what the front may do."""
         end, transfers = self._pair.of(role), self._pair.of(role).core.transfers
         if reader.byte() & 1:
-            opened = [e.request for e in end.events if isinstance(e, TransferOpened)]
+            opened = [event.request for event in end.heard(TransferOpened)]
             if opened and not reader.pick(opened).over:
                 request = opened[-1]
                 if request in transfers.unanswered:
@@ -201,10 +197,9 @@ class _World:
             ]
             if moving and reader.byte() & 3:
                 data = b"s" * (1 + reader.byte() % 64)
-                segment = transfers.mark(reader.pick(moving), _BOX, len(data))
-                transfers.queue(segment, end.lend(data))
+                end.mark(reader.pick(moving), data)
             elif moving:
-                transfers.commit(reader.pick(moving), complete=True)
+                end.commit(reader.pick(moving))
         end.collect()
 
     def _close(self, reader: Reader, role: Role) -> None:
