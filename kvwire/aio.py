@@ -107,7 +107,7 @@ def _number(value: object) -> float:
 
 
 async def at_most(
-    timeout_s: float, coroutines: Iterable[Coroutine[Any, Any, None]]
+    timeout_s: float, coroutines: Iterable[Coroutine[Any, Any, object]]
 ) -> None:
     """Run coroutines side by side, and cancel the ones that exceed the time limit.
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 from kvwire.backend import Availability, Backend, Capabilities, Link, Listener
 from kvwire.backend.lane import Lane, LaneContext
 from kvwire.types import Address
-from kvwire_inproc.faults import FaultPlan, FaultyPipe, injected_plan
+from kvwire_inproc.faults import FaultPlan, FaultyPipe, plan_here
 from kvwire_inproc.lane import InprocLane
 from kvwire_inproc.link import InprocLink, join
 from kvwire_inproc.pipe import InprocPipe
@@ -36,7 +36,7 @@ class InprocBackend(Backend):
     )
 
     def __init__(self, faults: FaultPlan | None = None) -> None:
-        self._faults = faults if faults is not None else injected_plan()
+        self._faults = faults if faults is not None else plan_here.get()
         self._pipe_numbers = itertools.count()
 
     @classmethod
@@ -77,7 +77,7 @@ class InprocBackend(Backend):
         try:
             listener.loop.call_soon_threadsafe(listener.take, right)
         except RuntimeError:  # the loop was closed a moment ago
-            raise _refused() from None
+            raise ConnectionRefusedError(*_NOBODY) from None
         return left
 
     def open_lane(self, context: LaneContext) -> Lane:
@@ -153,7 +153,7 @@ class _Names:
     def find(self, address: Address) -> InprocListener:
         with self._lock:
             if self._free(address.host):
-                raise _refused()
+                raise ConnectionRefusedError(*_NOBODY)
             return self._listeners[address.host]
 
     def give_back(self, listener: InprocListener) -> None:
@@ -167,10 +167,7 @@ class _Names:
         return listener is None or listener.loop.is_closed()
 
 
-def _refused() -> ConnectionRefusedError:
-    return ConnectionRefusedError(
-        errno.ECONNREFUSED, "nothing in this process listens at that address"
-    )
+_NOBODY = (errno.ECONNREFUSED, "nothing in this process listens at that address")
 
 
 _names = _Names()

@@ -124,24 +124,20 @@ def schedule(plan: FaultPlan, direction: str) -> Iterator[tuple[Fault, float]]:
         yield faults, chance.random()
 
 
-_injected: ContextVar[FaultPlan | None] = ContextVar(
+plan_here: ContextVar[FaultPlan | None] = ContextVar(
     "kvwire_inproc_faults", default=None
 )
+"""The plan for backends that are made in this context; None for no faults."""
 
 
 @contextmanager
 def injected(plan: FaultPlan) -> Iterator[FaultPlan]:
     """Apply ``plan`` to frames sent by backends that are made inside this context."""
-    before = _injected.set(plan)
+    before = plan_here.set(plan)
     try:
         yield plan
     finally:
-        _injected.reset(before)
-
-
-def injected_plan() -> FaultPlan | None:
-    """Return the plan for a backend that is made here, or None."""
-    return _injected.get()
+        plan_here.reset(before)
 
 
 class FaultyPipe(InprocPipe):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import ClassVar
 
 from kvwire.backend import (
@@ -58,7 +59,8 @@ class LocalBackend(Backend):
 
 # --- for `kvwire doctor` --------------------------------------------------------------
 
-_REMEDY = "use arenas: docs/howto/same-host.md"
+_ok = partial(Finding, state="ok")
+_slower = partial(Finding, state="warn", remedy="use arenas: docs/howto/same-host.md")
 # By `kernel.yama.ptrace_scope`: the permissions of a peer process of the same user.
 _OPEN = {
     0: "peers of this user may read this process",
@@ -77,11 +79,11 @@ def findings(slot: TracerSlot | None = None) -> tuple[Finding, ...]:
 
 def _scope(scope: int | None) -> Finding:
     if scope is None:
-        return _ok("ptrace scope", "not restricted: Yama is not active")
+        return _ok(name="ptrace scope", text="not restricted: Yama is not active")
     if scope in _OPEN:
-        return _ok("ptrace scope", f"{scope}: {_OPEN[scope]}")
+        return _ok(name="ptrace scope", text=f"{scope}: {_OPEN[scope]}")
     text = _CLOSED.get(scope, "a value that this version does not know")
-    return _slower("ptrace scope", f"{scope}: {text}")
+    return _slower(name="ptrace scope", text=f"{scope}: {text}")
 
 
 def _reads() -> Finding:
@@ -90,9 +92,9 @@ def _reads() -> Finding:
         same = cma.read_bytes(os.getpid(), address_of(found), len(found)) == found
     except (OSError, AttributeError) as exc:
         reason = cma.reason(exc) if isinstance(exc, OSError) else str(exc)
-        return _slower("process_vm_readv", reason)
+        return _slower(name="process_vm_readv", text=reason)
     assert same, "the kernel has read bytes that differ from those in memory"
-    return _ok("process_vm_readv", "permitted within this process")
+    return _ok(name="process_vm_readv", text="permitted within this process")
 
 
 def _arenas() -> Finding:
@@ -101,12 +103,4 @@ def _arenas() -> Finding:
     except OSError as exc:
         text = f"no sealed shared memory: {exc}; Linux 5.1 or newer is needed"
         return Finding(name="arenas", state="missing", text=text)
-    return _ok("arenas", "memory can be shared by descriptor")
-
-
-def _ok(name: str, text: str) -> Finding:
-    return Finding(name=name, state="ok", text=text)
-
-
-def _slower(name: str, text: str) -> Finding:
-    return Finding(name=name, state="warn", text=text, remedy=_REMEDY)
+    return _ok(name="arenas", text="memory can be shared by descriptor")

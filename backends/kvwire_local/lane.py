@@ -53,7 +53,7 @@ from kvwire.limits import KIB, SPAN_BYTES_MAX
 from kvwire.types import Role
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.rendezvous import Host, Rendezvous, RendezvousResult
-from kvwire_local.sent_payloads import SentPayloads, read_so_far
+from kvwire_local.sent_payloads import READ_COUNT, SentPayloads
 from kvwire_local.shared_arenas import ReadMethod, SharedArenas
 from kvwire_local.tracer_slot import CHOICES, tracers
 from kvwire_local.windows import ExposedWindows, OpenedWindows
@@ -64,6 +64,8 @@ READ_METHODS: Final = {
     "cma": ReadMethod.MEMORY,
     "arena": ReadMethod.ARENA,
 }
+
+_GONE: Final = "local: the peer's side of the lane has ended"
 
 
 class LocalLane(Lane):
@@ -262,8 +264,8 @@ class LocalLane(Lane):
         if handler is None or wire is None:
             return  # a callback has ended the lane
         if not there:
-            raise _gone()  # the batch may contain anything
-        wire.send(LocalMessageType.READ, read_so_far(self._incoming.count))
+            raise ConnectionLost(_GONE)  # the batch may contain anything
+        wire.send(LocalMessageType.READ, READ_COUNT.pack(self._incoming.count))
         for landing in whole:
             handler.payload_received(self, landing)
             if self._handler is None:  # the lane has ended
@@ -275,7 +277,7 @@ class LocalLane(Lane):
         if self._closing and not (self._outgoing or self._incoming):
             self.abort()  # both sides were closing
         else:
-            raise _gone()
+            raise ConnectionLost(_GONE)
 
     def _peer_is_there(self, *, all_of_it: bool = True) -> bool:
         """Handle the peer's records, and return whether its side is still open."""
@@ -366,10 +368,6 @@ class LocalLane(Lane):
         done = not task.cancelled() and task.exception() is None
         if done and self._wire is None:
             task.result().sock.close()
-
-
-def _gone() -> ConnectionLost:
-    return ConnectionLost("local: the peer's side of the lane has ended")
 
 
 def _is_cancelled() -> bool:

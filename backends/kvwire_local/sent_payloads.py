@@ -114,7 +114,8 @@ class Staging:
 # time on gathering. The same holds for an arena, from which the reader would have to
 # copy twice: 2.7 against 1.4 GB/s at 4 KiB.
 _GATHER_BELOW_BYTES: Final = 8 * KIB
-_COUNT: Final = struct.Struct("<Q")
+# The body of a READ record.
+READ_COUNT: Final = struct.Struct("<Q")
 
 
 @dataclass(slots=True)
@@ -174,7 +175,7 @@ class SentPayloads:
         Raises:
             ProtocolError: It reports more than there are.
         """
-        (count,) = _COUNT.unpack(body) if len(body) == _COUNT.size else (-1,)
+        (count,) = READ_COUNT.unpack(body) if len(body) == READ_COUNT.size else (-1,)
         placed = len(self._unread) - len(self._later)
         if not 0 < count - self._read_count <= placed:
             raise ProtocolError(
@@ -251,8 +252,3 @@ class SentPayloads:
         if ReadMethod.MEMORY in arenas.methods:
             return encode(PlaceKind.MEMORY, 0, fragments)
         return None
-
-
-def read_so_far(count: int) -> bytes:
-    """Return the body of a READ record."""
-    return _COUNT.pack(count)

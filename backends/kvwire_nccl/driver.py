@@ -92,7 +92,12 @@ class Driver:
                 self._do(step)
             except Exception as exc:  # noqa: BLE001 - whatever the library raises
                 if step is DirectionStep.ABORT:
-                    self._quarantine(exc)
+                    # Its memory is kept alive, because it may still be in use.
+                    _log.error(
+                        "%s: the abort failed; its memory stays in quarantine",
+                        self._thread.name,
+                        exc_info=exc,
+                    )
                     return
                 self.abort(exc)
         self._completions.leave(lambda: self._on_gone(self._state.error))
@@ -155,11 +160,3 @@ class Driver:
         """Wait a short time, or until the state is changed from outside."""
         with self._changed:
             self._changed.wait(seconds)
-
-    def _quarantine(self, error: Exception) -> None:
-        """Keep the memory alive, because it may still be in use."""
-        _log.error(
-            "%s: the abort failed; its memory stays in quarantine",
-            self._thread.name,
-            exc_info=error,
-        )

@@ -75,6 +75,7 @@ _LINGER_S: Final = 0.5
 _PAGE_BYTES: Final = 4096
 # Our word is at the start of the page; the peer's word is read to this offset.
 _THEIRS: Final = 64
+_PEER_HAS_ENDED: Final = "nixl: the peer has ended its half of the lane"
 
 
 class NixlRead:
@@ -372,7 +373,7 @@ class NixlDriver:
         self._word_posted = False
         word = bytes(self._page.memory[_THEIRS : _THEIRS + WORD_BYTES])
         if word != self._proofs.word(of_peer=True):
-            raise _peer_has_ended()
+            raise ConnectionLost(_PEER_HAS_ENDED)
         self._unpace()
         return True
 
@@ -384,7 +385,7 @@ class NixlDriver:
         self._was_notified |= bool(notes)
         taken, bye = self._proofs.read_notes(notes)
         if bye and taken < self._offered:
-            raise _peer_has_ended()
+            raise ConnectionLost(_PEER_HAS_ENDED)
         if not self._taken < taken <= self._offered:
             return False
         self._taken = taken
@@ -458,10 +459,6 @@ class NixlDriver:
             error = self._error or BackendUnavailable("the lane was aborted")
             self._on_joined(error)
         self._on_gone(self._error)
-
-
-def _peer_has_ended() -> ConnectionLost:
-    return ConnectionLost("nixl: the peer has ended its half of the lane")
 
 
 def _one_row(address: int) -> Rows:

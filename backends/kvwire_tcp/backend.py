@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from kvwire.backend import (
@@ -86,10 +87,7 @@ class TcpBackend(Backend):
         """
         loop = asyncio.get_running_loop()
         family, sockaddr = _numeric(address)
-
-        def accepted(sock: socket.socket) -> Wire:
-            return self._wire(sock, Role.SERVER)
-
+        accepted = partial(self._wire, role=Role.SERVER)
         with contextlib.ExitStack() as undo:
             sock = undo.enter_context(listening_socket(family, sockaddr, _BACKLOG))
             keep_from_children(sock)

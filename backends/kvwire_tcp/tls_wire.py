@@ -311,7 +311,12 @@ class TlsWire:
             self._end_received = True  # a peer that sent nothing at all was not cut off
             return
         if count == 0:
-            raise _cut_off() if self.opened else _unshaken(errno.ECONNRESET)
+            if not self.opened:
+                raise _unshaken(errno.ECONNRESET)
+            raise ConnectionResetError(
+                errno.ECONNRESET,
+                "the stream was cut off: it ended without TLS's close message",
+            )
         if self._nothing_came:
             self._nothing_came = False
             self._check_first(received[0])
@@ -340,11 +345,4 @@ def _unshaken(code: int | None) -> ConnectionResetError:
     """Return the error of a broken handshake; a peer without TLS may just leave."""
     return ConnectionResetError(
         code, "it ended during the TLS handshake; is the peer's trust mtls as well?"
-    )
-
-
-def _cut_off() -> ConnectionResetError:
-    return ConnectionResetError(
-        errno.ECONNRESET,
-        "the stream was cut off: it ended without TLS's close message",
     )

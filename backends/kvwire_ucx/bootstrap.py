@@ -13,7 +13,6 @@ messages.
 
 from __future__ import annotations
 
-import secrets
 import struct
 from dataclasses import dataclass
 from typing import Final
@@ -31,7 +30,7 @@ MESSAGES: Final = 2**23
 _FORMAT: Final = struct.Struct(">4sB3B9x7sH")
 _MAGIC: Final = b"KVUX"
 _VERSION: Final = 1
-_LANE_BITS: Final = 40
+LANE_BITS: Final = 40
 _MESSAGE_BITS: Final = 24
 # UCX reads addresses without knowing their length. With this padding, a malicious
 # address ends in zeros.
@@ -93,17 +92,12 @@ def parse(data: bytes) -> UcxBootstrap:
         )
     address = data[_FORMAT.size :]
     lane = int.from_bytes(number, "big")
-    if length != len(address) or lane >> _LANE_BITS:
+    if length != len(address) or lane >> LANE_BITS:
         raise BackendUnavailable(
             f"the peer's bootstrap announces an address of {length} bytes but has "
             f"{len(address)}, for lane {lane}"
         )
     return UcxBootstrap(lane=lane, version=Version(*version), address=address)
-
-
-def new_lane() -> int:
-    """Return an unguessable number for a lane."""
-    return secrets.randbits(_LANE_BITS)
 
 
 def next_message(message: int) -> int:

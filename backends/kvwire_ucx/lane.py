@@ -40,6 +40,7 @@ import enum
 import hashlib
 import hmac
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Final, final
 
@@ -54,8 +55,8 @@ from kvwire_ucx.bootstrap import (
     BYE,
     FIRST_PAYLOAD,
     HELLO,
+    LANE_BITS,
     UcxBootstrap,
-    new_lane,
     next_message,
     parse,
 )
@@ -133,7 +134,7 @@ class UcxLane(Lane):
         self._context = context
         self._loop = asyncio.get_running_loop()
         self._own = UcxBootstrap(
-            lane=new_lane(),
+            lane=secrets.randbits(LANE_BITS),
             version=worker.context.library.version,
             address=worker.address,
         )

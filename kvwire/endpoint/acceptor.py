@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Final
 
 from kvwire.aio import start_task, unusable, yields_before_raising
@@ -77,10 +78,7 @@ class Acceptor:
             links.services.tls.check_may_listen()
         # Loads the backends' libraries now instead of during a peer's handshake.
         selection.offered  # noqa: B018
-
-        def accept(link: Link) -> None:
-            self.accept(link, backend)
-
+        accept = partial(self.accept, backend=backend)
         try:
             listeners = await listen_on_all(
                 where, backend, links.identity.trust, accept

@@ -570,7 +570,7 @@ class Communicator(AsyncWith):
         registry.closing()
         patience_s = self.config.close_timeout_s + CLOSE_SLACK_S
         closing = [connection.close() for connection in links.connections]
-        await at_most(patience_s, [registry.all_settled(), *closing])
+        await at_most(patience_s, [registry.all_settled.wait(), *closing])
         # 2. From here on no link is made. The connections that are left include links
         # that were made only to report landed parts to a producer.
         await self._end_links()

@@ -84,7 +84,8 @@ class Links:
     @property
     def ended(self) -> bool:
         """Whether new links are refused, for any reason."""
-        return self._ended or (self.closed and not self.services.registry.unsettled)
+        settled = self.services.registry.all_settled
+        return self._ended or (self.closed and settled.is_set())
 
     def end(self) -> None:
         """Refuse new links, dialled or accepted, from now on."""

@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 from kvwire.errors import ProfileMismatch, printable
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.layout import extents_of
-from kvwire.kv.spec import overlap
+from kvwire.kv.spec import overlap, require_same_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,9 +132,7 @@ def _negotiate_group(producer: GroupGeometry, consumer: GroupGeometry) -> Canoni
     where = f"group {producer.name!r}"
     here = producer.spec
     there = consumer.spec
-    here.require_same_model(
-        there, where=where, sides=("at the producer", "at the consumer")
-    )
+    require_same_model(here, there, where)
     layers = overlap(here.layer_indices, there.layer_indices)
     heads = overlap(here.heads, there.heads)
     for common, what, field in (

@@ -190,9 +190,7 @@ _small = lru_cache(limits.KV_TEMPLATES_MAX)(Geometry.decode)
 _large = lru_cache(_LARGE_MAX)(Geometry.decode)
 
 
-@lru_cache(_LARGE_MAX)
-def _spec_of(pairs: tuple[object, ...]) -> KVSpec:
-    return KVSpec.from_pairs(pairs)
+_spec_of = lru_cache(_LARGE_MAX)(KVSpec.from_pairs)
 
 
 def _decode_group(fields: object) -> GroupGeometry:

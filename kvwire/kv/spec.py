@@ -170,43 +170,9 @@ class KVSpec:
 
     def differing(self, other: KVSpec) -> tuple[str, ...]:
         """Return the names of the fields in which two specs of one model differ."""
-        mine = self._geometry()
-        theirs = other._geometry()
+        mine = _geometry(self)
+        theirs = _geometry(other)
         return tuple(name for name in mine if mine[name] != theirs[name])
-
-    def require_same_model(
-        self,
-        peer: KVSpec,
-        *,
-        where: str = "KV cache",
-        sides: tuple[str, str] = ("here", "there"),
-    ) -> None:
-        """Refuse a peer whose cache cannot hold the same bytes.
-
-        Args:
-            peer: The peer's spec.
-            where: The beginning of the error message.
-            sides: The words that the message uses for this spec's side and the peer's.
-
-        Raises:
-            ProfileMismatch: Fields differ; the message lists the fields with both
-                values.
-        """
-        fields = self.differing(peer)
-        if not fields:
-            return
-        mine = self._geometry()
-        theirs = peer._geometry()
-        here, there = sides
-        if "codec=" in self.fingerprint + peer.fingerprint and "fingerprint" in fields:
-            # A codec changes sizes and types as well, which are no cause of their own.
-            fields = ("fingerprint",)
-            where = f"pass the same codec= at both ends: {where}"
-        pairs = [f"{f} is {mine[f]!r} {here} and {theirs[f]!r} {there}" for f in fields]
-        raise ProfileMismatch(
-            f"{where} differs in {', '.join(fields)}: {'; '.join(pairs)}",
-            fields=fields,
-        )
 
     def to_pairs(self) -> tuple[tuple[str, str], ...]:
         """Return the spec as (name, value) texts in a fixed order."""
@@ -250,20 +216,6 @@ class KVSpec:
             **numbers,
         )
 
-    def _geometry(self) -> dict[str, int | str]:
-        """Return the fields that must be equal, with layers and heads of the model."""
-        return {
-            # It comes first, because another model or codec explains every other
-            # difference.
-            "fingerprint": self.fingerprint,
-            "layers": self.total_layers,
-            "kv_heads": self.total_kv_heads,
-            "head_dim": self.head_dim,
-            "dtype": self.dtype,
-            "components": self.components,
-            "kind": self.kind,
-        }
-
 
 _NUMBERS: Final = (
     "layers",
@@ -280,6 +232,52 @@ _NUMBERS: Final = (
 
 
 _COUNTS: Final = tuple(name for name in _NUMBERS if not name.startswith("shard_"))
+
+
+def require_same_model(producer: KVSpec, consumer: KVSpec, where: str) -> None:
+    """Refuse two caches of which one cannot hold the other's bytes.
+
+    Args:
+        producer: The spec of the cache that is sent.
+        consumer: The spec of the cache that receives.
+        where: The beginning of the error message.
+
+    Raises:
+        ProfileMismatch: Fields differ; the message lists the fields with both values.
+    """
+    fields = producer.differing(consumer)
+    if not fields:
+        return
+    here = _geometry(producer)
+    there = _geometry(consumer)
+    if "codec=" in producer.fingerprint + consumer.fingerprint and (
+        "fingerprint" in fields
+    ):
+        # A codec changes sizes and types as well, which are no cause of their own.
+        fields = ("fingerprint",)
+        where = f"pass the same codec= at both ends: {where}"
+    pairs = [
+        f"{f} is {here[f]!r} at the producer and {there[f]!r} at the consumer"
+        for f in fields
+    ]
+    raise ProfileMismatch(
+        f"{where} differs in {', '.join(fields)}: {'; '.join(pairs)}", fields=fields
+    )
+
+
+def _geometry(spec: KVSpec) -> dict[str, int | str]:
+    """Return the fields that must be equal, with layers and heads of the model."""
+    return {
+        # It comes first, because another model or codec explains every other
+        # difference.
+        "fingerprint": spec.fingerprint,
+        "layers": spec.total_layers,
+        "kv_heads": spec.total_kv_heads,
+        "head_dim": spec.head_dim,
+        "dtype": spec.dtype,
+        "components": spec.components,
+        "kind": spec.kind,
+    }
 
 
 def overlap(a: range, b: range) -> range:

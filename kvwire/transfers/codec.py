@@ -80,10 +80,8 @@ class Encoding(_Stage):
             if self._stopped:
                 return
             self._jobs += 1
-
-        def job() -> None:
-            self._coded.encode(mark.group, mark.layers, mark.blocks, self._move)
-
+        encode = self._coded.encode
+        job = partial(encode, mark.group, mark.layers, mark.blocks, self._move)
         self._threads.run(job, partial(self._encoded, then))
 
     def stop(self) -> Future[None] | None:

@@ -57,11 +57,6 @@ class _Group:
     coverage: Coverage
     named: int
 
-    @property
-    def blocks(self) -> range:
-        """Return the positions of the list, as a range."""
-        return range(self.ids.size)
-
     def check_names(self, group: str, ids: Ids) -> None:
         """Refuse block ids that exceed the list's room or are listed already."""
         if self.named + ids.size > self.ids.size:
@@ -260,7 +255,7 @@ class ReadyLog:
     def _named(self, made: list[ReadyRange]) -> str:
         return ", ".join(
             f"layers {_span(self._groups[mark.group].layers, mark.layers)} x blocks "
-            f"{_span(self._groups[mark.group].blocks, mark.blocks)} of group "
+            f"{_span(range(self._groups[mark.group].ids.size), mark.blocks)} of group "
             f"{mark.group!r}"
             for mark in made
         )
@@ -271,6 +266,7 @@ class ReadyLog:
             known = ", ".join(self._groups)
             raise UsageError(f"ready: unknown group {group!r}; the groups are {known}")
         first = found.layers.start
+        positions = range(found.ids.size)
         mark = ReadyRange(
             group,
             (
@@ -279,9 +275,9 @@ class ReadyLog:
                 else _range(layers, found.layers, "layers", group)
             ),
             (
-                range(found.ids.size)
+                positions
                 if blocks is None
-                else _range(blocks, found.blocks, "blocks", group)
+                else _range(blocks, positions, "blocks", group)
             ),
         )
         if mark.blocks.stop > found.named:

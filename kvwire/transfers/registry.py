@@ -136,6 +136,7 @@ class TransferRegistry:
 
     Attributes:
         live: Transfers that have not ended.
+        all_settled: Set while every producer knows the landed parts, or has given up.
     """
 
     def __init__(self) -> None:
@@ -152,8 +153,8 @@ class TransferRegistry:
         self._owed: dict[Leg, None] = {}
         # Those whose producer may not know the landed parts.
         self._unsettled: set[Leg] = set()
-        self._all_settled = asyncio.Event()
-        self._all_settled.set()
+        self.all_settled: asyncio.Event = asyncio.Event()
+        self.all_settled.set()
         # The timer of the next check for long-open transfers; None while none is open.
         self._look: asyncio.TimerHandle | None = None
 
@@ -467,7 +468,7 @@ class TransferRegistry:
             slot.owed.append(leg)
             if end._given_up is None:
                 self._unsettled.add(leg)  # one of the owed legs
-                self._all_settled.clear()
+                self.all_settled.clear()
         if leg.state in OFF_LINK:
             end._loop.call_later(end._lease_s, self._forget, key, leg)
             self._ask_again(key)  # the peer may have asked on another link already
@@ -483,21 +484,9 @@ class TransferRegistry:
         del self._owed[leg]
         self._unsettled.discard(leg)
         self._slots[key].owed.remove(leg)
-        if not self.unsettled:
-            self._all_settled.set()
+        if not self._unsettled:
+            self.all_settled.set()
         self._ask_again(key)
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether some producer may not know the landed parts yet."""
-        return bool(self._unsettled)
-
-    async def all_settled(self) -> None:
-        """Wait until every producer knows the landed parts, or has given up.
-
-        Cancel safety: safe, it only watches.
-        """
-        await self._all_settled.wait()
 
     # --- connections ------------------------------------------------------------------
 

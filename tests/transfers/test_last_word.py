@@ -151,7 +151,7 @@ async def test_a_producer_that_comes_back_before_its_old_link_is_known_to_be_los
         else:
             (reason,) = produced.missing.reasons
             assert "nothing is known about it" in reason
-        await w.until(lambda: not inside.registry(d).unsettled)
+        await w.until(inside.registry(d).all_settled.is_set)
         assert not inside.questions(d)
         link: Any = inside.link(pull_side)
         del link._turn, link.wake
@@ -183,7 +183,7 @@ async def test_a_producer_that_is_back_while_its_last_link_says_the_last_word() 
         inside.core(its_end).fail(kvwire.ConnectionLost("silence"))
         inside.run(its_end)
         assert (await out).complete
-        await w.until(lambda: not inside.registry(d).unsettled)
+        await w.until(inside.registry(d).all_settled.is_set)
         assert not inside.questions(d)
         link: Any = inside.link(its_end)
         del link._turn, link.wake
@@ -208,7 +208,7 @@ async def test_a_consumer_that_closes_says_its_last_word_first(
     assert out.done()
     assert (await out).complete
     assert out.is_drained
-    assert not inside.registry(w.d).unsettled
+    assert inside.registry(w.d).all_settled.is_set()
     assert not w.p.live_connections
 
 

@@ -23,10 +23,10 @@ from kvwire_local.descriptor import LATER, PlaceKind, decode, encode_piece
 from kvwire_local.peer import PeerMemory
 from kvwire_local.received_payloads import ReceivedPayloads
 from kvwire_local.sent_payloads import (
+    READ_COUNT,
     STAGING_BYTES,
     SentPayloads,
     Staging,
-    read_so_far,
 )
 from kvwire_local.shared_arenas import ReadMethod, SharedArenas
 from kvwire_local.wire import (
@@ -116,7 +116,7 @@ def test_each_payload_gets_the_descriptor_that_suits_it(
     assert [record.kind for record in records] == [LocalMessageType.ARENA] * (
         kind is PlaceKind.ARENA
     )
-    assert outgoing.read(read_so_far(1)) == ["token"]
+    assert outgoing.read(READ_COUNT.pack(1)) == ["token"]
     assert len(outgoing) == 0
     outgoing.close()
     del memory
@@ -162,7 +162,7 @@ def test_an_arena_is_taken_back_when_all_of_it_was_read(
         (2, [LocalMessageType.UNSHARED]),
     ):
         outgoing.sweep()
-        outgoing.read(read_so_far(count))
+        outgoing.read(READ_COUNT.pack(count))
         assert [record.kind for record in ends[1].receive()[0]] == kinds
     outgoing.sweep()
     assert not ends[1].receive()[0]
@@ -210,10 +210,10 @@ def test_before_it_is_up_and_when_staging_is_full_places_are_told_later(
     assert outgoing.queued_bytes == 2 * MIB
     # What comes behind is told later as well, although it needs no room.
     assert outgoing.send(memoryview(bytearray(100)), "last") == LATER
-    assert outgoing.read(read_so_far(1)) == [0]
+    assert outgoing.read(READ_COUNT.pack(1)) == [0]
     outgoing.place_later()
     assert outgoing.queued_bytes == MIB + 100
-    assert outgoing.read(read_so_far(3)) == [1, 2]
+    assert outgoing.read(READ_COUNT.pack(3)) == [1, 2]
     outgoing.place_later()
     assert outgoing.queued_bytes == 0
     placed = [r for r in ends[1].receive()[0] if r.kind is LocalMessageType.PLACED]
@@ -228,7 +228,7 @@ def test_what_cannot_have_been_read_is_refused(
     for number in range(2):
         outgoing.send(memoryview(bytearray(100)), number)
     with pytest.raises(ProtocolError, match="payloads as read, but only 0"):
-        outgoing.read(read_so_far(count))
+        outgoing.read(READ_COUNT.pack(count))
 
 
 @pytest.mark.parametrize("body", [b"", b"\1", bytes(9)])
