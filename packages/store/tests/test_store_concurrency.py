@@ -95,16 +95,6 @@ async def test_two_puts_of_one_chain_write_it_once(tmp_path: Path) -> None:
         assert tier.stats().written_blocks == BLOCKS
 
 
-async def test_gets_of_one_chain_read_it_once(tmp_path: Path) -> None:
-    async with store_on(await disk(tmp_path)) as store:
-        await put_chain(store, 1)
-    tier = await disk(tmp_path)
-    async with store_on(tier) as store:
-        done = await asyncio.gather(*(get_chain(store, 1) for _ in range(8)))
-        assert done == [BLOCKS] * 8
-        assert tier.stats().read_blocks == BLOCKS
-
-
 async def test_what_comes_while_a_get_asks_has_one_slot(
     tmp_path: Path,
 ) -> None:

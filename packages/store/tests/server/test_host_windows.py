@@ -49,8 +49,10 @@ async def reading(where: str, front: str = SMALL) -> AsyncIterator[BlockStore]:
         yield store
 
 
-async def put(where: str, hashes: list[bytes], source: Filled) -> None:
-    async with BlockStore.open([SMALL, where]) as store:
+async def put(
+    where: str, hashes: list[bytes], source: Filled, front: str = SMALL
+) -> None:
+    async with BlockStore.open([front, where]) as store:
         outcome = await store.put(hashes, source.cache, range(len(hashes)))
         assert outcome.complete
 
@@ -112,18 +114,12 @@ async def test_larger_blocks_are_copied_by_threads() -> None:
     target = Filled(64, spec)
     hashes = chain(64)
     async with serving("--tier", "memory:16MiB") as server:
-        await put_large(server.where, hashes, source)
+        await put(server.where, hashes, source, "memory:1MiB")
         async with reading(server.where, "memory:1MiB") as store:
             server.signal(signal.SIGSTOP)
             assert (await store.get(hashes, target.cache, range(64))).complete
             server.signal(signal.SIGCONT)
     assert np.array_equal(target.tokens([*range(64)]), source.tokens([*range(64)]))
-
-
-async def put_large(where: str, hashes: list[bytes], source: Filled) -> None:
-    async with BlockStore.open(["memory:1MiB", where]) as store:
-        outcome = await store.put(hashes, source.cache, range(len(hashes)))
-        assert outcome.complete
 
 
 async def test_what_the_server_has_is_not_sent_to_it() -> None:

@@ -16,7 +16,6 @@ from kvwire import UsageError, limits
 from kvwire.security.keys import write_key_file
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store.limits import (
-    STORE_KEYS_MAX,
     STORE_LENT_SHARE,
     STORE_REQUEST_BYTES_MAX,
     STORE_REQUESTS_MAX,
@@ -472,15 +471,6 @@ async def test_a_client_that_never_fetches_holds_only_its_own_berths() -> None:
         again = await idle.ask(moving(messages.Get, hashes, APART, number=2))
         assert again.number == 2
         assert again.table.tolist() == [BlockResult.MISSING] * MANY
-
-
-async def test_a_client_that_takes_no_answers_is_one_of_many() -> None:
-    async with serving() as (_, server), client(server) as deaf:
-        # As much as the server may send unasked, and more.
-        find = messages.encode(messages.Find(1, names(chain(STORE_KEYS_MAX))))
-        for _ in range(STORE_REQUESTS_MAX):
-            await deaf.say(find)
-        assert await works(server)
 
 
 # --- trust ----------------------------------------------------------------------------

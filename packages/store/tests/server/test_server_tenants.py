@@ -208,27 +208,23 @@ async def test_a_certificate_says_who_a_tenant_is(
         assert await store.match(A, cache, tenant="x") == 4
 
 
-async def test_who_is_accepted_but_unknown_is_not_the_operator(tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
+@pytest.mark.parametrize(
+    ("tenant", "named", "other"),
+    [(f"x?identity={NEAR}", ("Ops.Example",), None), ("x", (), "")],
+    ids=["named", "all may connect"],
+)
+async def test_who_is_accepted_but_unknown_is_not_the_operator(
+    tenant: str, named: tuple[str, ...], other: str | None, tmp_path: Path
+) -> None:
+    """If all may connect, every certificate is the operator's."""
+    config = Authority(tmp_path).config(FAR, *named)
     async with (
-        BlockStore.open(["memory:1MiB"], tenants=[f"x?identity={NEAR}"]) as store,
-        StoreServer(
-            store, "127.0.0.1:0", **authority.config(FAR, "Ops.Example")
-        ) as server,
+        BlockStore.open(["memory:1MiB"], tenants=[tenant]) as store,
+        StoreServer(store, "127.0.0.1:0", **config) as server,
     ):
         served = inside.served(server)
         assert served.proved("ops.example") == ""
-        assert served.proved("else.example") is None
-
-
-async def test_every_certificate_is_the_operators_if_all_may_connect(
-    tmp_path: Path,
-) -> None:
-    async with (
-        BlockStore.open(["memory:1MiB"], tenants=["x"]) as store,
-        StoreServer(store, "127.0.0.1:0", **Authority(tmp_path).config(FAR)) as server,
-    ):
-        assert inside.served(server).proved("else.example") == ""
+        assert served.proved("else.example") == other
 
 
 async def test_a_key_that_is_replaced_too_early_does_not_prove_the_operator(

@@ -24,7 +24,7 @@ from kvwire_store.tiers.memory import InFlightFills, MemoryTier
 from kvwire_store.tiers.slabs import GRAIN_BYTES, Slabs
 from tests.support import inside
 from tests.support.caches import chain
-from tests.support.pairs import turns, until
+from tests.support.pairs import turns
 
 SLOTS = 16
 BYTES = GRAIN_BYTES - 96
@@ -189,22 +189,6 @@ async def test_a_demotion_that_raises_loses_nothing(
     slots = await memory.take(BYTES, 1)
     await memory.settle()
     memory.give_back(slots)
-
-
-async def test_some_room_is_cleared_in_the_background() -> None:
-    """So that the next put need not wait for the tier below."""
-    below = Below()
-    memory = MemoryTier(Index(Slabs(16, 64 * KIB)), below)
-    keys = as_keys(chain(256))
-    slots = memory.index.take(BYTES, 256)
-    name(memory, keys, slots)
-    memory.give_back(await memory.take(BYTES, 1))
-    await until(lambda: memory._clearing is not None)
-    await memory.settle()
-    cleared = memory.index.slabs.free(GRAIN_BYTES)
-    assert SLOTS <= cleared < 2 * SLOTS
-    assert len(below.given) == cleared
-    memory.close()
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -8,12 +8,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvwire_store.images import images_in, views_of
 from kvwire_store.keys import Keys, as_keys
-from kvwire_store.namespace import ABSENT, UNKNOWN
+from kvwire_store.limits import STORE_HASH_BYTES_MAX
+from kvwire_store.namespace import ABSENT, DIGEST_BYTES, ORDERS, UNKNOWN
 from kvwire_store.tiers.base import Batch, BlockResult, BlockResults
-from kvwire_store.tiers.object_format import HEAD_BYTES
+from kvwire_store.tiers.object_format import HEAD_BYTES, ObjectHead, path_of
 from packages.store.tests.contract import NAMESPACE
 from packages.store.tests.tiers.services import Played, Remembering
 from tests.support.pairs import until
@@ -170,3 +173,38 @@ async def test_a_service_that_gives_no_heads_leaves_the_order_unknown() -> None:
     assert (await tier.read(NAMESPACE, asked) == BlockResult.LANDED).all()
     assert (asked.orders == 1).all()
     await tier.close()
+
+
+# --- the head of a value -----------------------------------------------------------
+
+heads = st.builds(
+    ObjectHead,
+    st.binary(min_size=DIGEST_BYTES + 1, max_size=DIGEST_BYTES + STORE_HASH_BYTES_MAX),
+    st.integers(0, len(ORDERS) - 1),
+    st.integers(1, 2**63),
+    st.integers(0, 2**64 - 1),
+)
+
+
+@given(heads, st.binary(max_size=8))
+def test_a_head_is_read_as_it_was_written(head: ObjectHead, image: bytes) -> None:
+    raw = head.to_bytes()
+    assert len(raw) == HEAD_BYTES
+    assert ObjectHead.read(memoryview(raw + image)) == head
+
+
+@given(heads, st.integers(0, HEAD_BYTES * 8 - 1))
+def test_no_bit_of_a_head_may_change(head: ObjectHead, bit: int) -> None:
+    raw = bytearray(head.to_bytes())
+    raw[bit // 8] ^= 1 << bit % 8
+    assert ObjectHead.read(memoryview(raw)) is None
+
+
+@given(st.binary(max_size=2 * HEAD_BYTES))
+def test_other_bytes_are_no_head(raw: bytes) -> None:
+    assert ObjectHead.read(memoryview(raw)) is None
+
+
+@given(st.lists(heads, min_size=2, max_size=2, unique_by=lambda head: head.key))
+def test_every_key_has_a_name_of_its_own(pair: list[ObjectHead]) -> None:
+    assert path_of(pair[0].key) != path_of(pair[1].key)
