@@ -31,7 +31,8 @@ from kvwire.observe.prometheus import CommunicatorCollector
 from kvwire_store import BlockStore
 from kvwire_store.prometheus import StoreCollector
 from kvwire_vllm.metrics import FIELDS, REASONS, STORE_FIELDS
-from kvwire_vllm.proxy.budget import RetryBudget
+from kvwire_vllm.proxy.client import EngineClient
+from kvwire_vllm.proxy.dispatch import Dispatcher
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
 from packages.store.tests.server_child import serving
@@ -60,7 +61,8 @@ _SUFFIXES: Final = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_c
 
 
 async def exported() -> set[str]:
-    proxy = ProxyState(EngineFleet(), RetryBudget())
+    fleet = EngineFleet()
+    proxy = ProxyState(fleet, Dispatcher(EngineClient(), fleet))
     async with (
         kvwire.open() as communicator,
         BlockStore.open(["memory:1MiB"]) as store,

@@ -57,9 +57,11 @@ def test_an_order_that_is_not_known(sizes: tuple[int, ...]) -> None:
         find_layout(sizes, SHAPE)
 
 
-def test_layers_are_in_the_order_of_their_numbers() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+def test_layers_are_in_the_order_of_their_numbers(dtype: str) -> None:
+    """A cache of fp8 is one of bytes, as vLLM allocates it; scales are the model's."""
     tensors = {
-        f"model.layers.{index}.attn": np.zeros((3, 2, 16, 128), np.float32)
+        f"model.layers.{index}.attn": np.zeros((3, 2, 16, 128), dtype)
         for index in (10, 2, 9, 0)
     }
     found = layer_caches(tensors, [SHAPE])
@@ -67,6 +69,7 @@ def test_layers_are_in_the_order_of_their_numbers() -> None:
     assert list(found.layers.values()) == [("kv", row) for row in range(4)]
     spec = found.cache.spec
     assert (spec.layers, spec.shard, spec.total_kv_heads) == (4, (0, 4), 8)
+    assert spec.dtype == dtype
 
 
 def test_a_layer_that_reads_another_ones_cache_is_not_sent_twice() -> None:
@@ -80,12 +83,6 @@ def test_states_are_refused_by_name() -> None:
         layer_caches({"layers.0": [np.zeros(3), np.zeros(3)]}, [SHAPE])
     with pytest.raises(UsageError, match="nothing to transfer"):
         layer_caches({}, [SHAPE])
-
-
-def test_a_cache_of_fp8_is_one_of_bytes() -> None:
-    """As vLLM allocates it; the scales are the model's."""
-    found = layer_caches({"layers.0": np.zeros((3, 2, 16, 128), np.uint8)}, [SHAPE])
-    assert found.cache.spec.dtype == "uint8"
 
 
 def spec(kind: str = "AttentionSpec", **fields: Any) -> Any:

@@ -16,14 +16,9 @@ from kvwire import UsageError
 from kvwire.directory import Record, open_directory
 from kvwire_vllm.announce import BOTH, DECODE, PREFILL
 from kvwire_vllm.proxy import client
-from kvwire_vllm.proxy.budget import RetryBudget
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
-from kvwire_vllm.proxy.limits import (
-    PROXY_RETRY_RESERVE,
-    PROXY_RETRY_SHARE,
-)
 from kvwire_vllm.proxy.members import AllowedHosts, read_member
 from packages.vllm.tests.support.proxies import (
     ASK,
@@ -306,22 +301,6 @@ async def test_a_fleet_follows_a_directory(
         await asyncio.wait({watching})
         await discovery.close()
         await directory.close()
-
-
-# --- retries --------------------------------------------------------------------------
-
-
-def test_retries_are_a_share_of_the_requests() -> None:
-    now = 0.0
-    budget = RetryBudget(lambda: now)
-    reserve = int(PROXY_RETRY_RESERVE)
-    assert [budget.spend() for _ in range(reserve + 1)] == [True] * reserve + [False]
-    for _ in range(round(3 / PROXY_RETRY_SHARE) + 1):
-        budget.deposit()
-    assert [budget.spend() for _ in range(4)] == [True] * 3 + [False]
-    now = 2.0
-    assert [budget.spend() for _ in range(3)] == [True] * 2 + [False]
-    assert (budget.spent, budget.refused) == (reserve + 5, 3)
 
 
 # --- whether engines live -------------------------------------------------------------

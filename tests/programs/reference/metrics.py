@@ -11,7 +11,8 @@ import kvwire
 import kvwire_store
 from kvwire.observe.prometheus import CommunicatorCollector
 from kvwire_store.prometheus import StoreCollector
-from kvwire_vllm.proxy.budget import RetryBudget
+from kvwire_vllm.proxy.client import EngineClient
+from kvwire_vllm.proxy.dispatch import Dispatcher
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState
 from tests.programs.reference import words
@@ -22,7 +23,8 @@ def page() -> str:
 
 
 async def _page() -> str:
-    proxy = ProxyState(EngineFleet(), RetryBudget())
+    fleet = EngineFleet()
+    proxy = ProxyState(fleet, Dispatcher(EngineClient(), fleet))
     async with (
         kvwire.open() as communicator,
         kvwire_store.BlockStore.open(["memory:1MiB"], tenants=["a"]) as store,

@@ -118,7 +118,7 @@ class ProxyApp:
         )
         self._state = ProxyState(
             fleet,
-            self._dispatcher.budget,
+            self._dispatcher,
             settings.running_max,
             discovery,
         )

@@ -13,9 +13,9 @@ its health: if that fails too, another one is tried; if not, the request is at f
 and the client gets the error. Once the answer has begun, it is passed to the client,
 and an engine that dies then cuts it off.
 
-Retries are paid from a budget that all requests share. When it is spent, the next try
-uses a single healthy engine, and engines that are down are no longer tried. A request
-by which two healthy engines have died is not retried, since it may be the cause.
+So a failing fleet gets at most twice the work: a request by which two healthy engines
+have died is not retried, since it may be the cause, and of engines that are down, which
+may be back, it reaches one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from kvwire.aio import end_task, gather_all
 from kvwire.spi import DECODE_ERRORS
 from kvwire_vllm.announce import DECODE, PREFILL
 from kvwire_vllm.metadata import answer as kv_params
-from kvwire_vllm.proxy.budget import RetryBudget
 from kvwire_vllm.proxy.client import (
     EngineClient,
     EngineFailed,
@@ -104,33 +103,27 @@ class Dispatcher:
         self._client = client
         self._fleet = fleet
         self._references = references
-        # Pays for retries.
-        self.budget: RetryBudget = RetryBudget(fleet.clock)
+        self.retries: int = 0  # tries beyond requests' first ones
 
     async def ask(self, asked: ClientRequest, stack: AsyncExitStack) -> EngineResponse:
         """Get a request answered; return once the first part of the answer is here.
 
         Cancel safety: safe; the requests to both engines are cancelled.
         """
-        self.budget.deposit()
         tried: set[VllmEngine] = set()
         died = 0
-        alone = False
         last = EngineFailed(None, self._fleet.why_none())
         # Reasons by role, since clients must not learn engines' addresses.
         whys: dict[str, None] = {}
         while (decode := self._fleet.pick_to_answer(tried)) is not None:
-            # If no engine was reached, another try costs no engine any work.
-            if tried and (last.reached or decode.down):
-                alone = not self.budget.spend()
-                if alone and decode.down:
-                    break
-            prefill = None if alone else self._pick_prefill(asked.body, decode, tried)
+            prefill = self._pick_prefill(asked.body, decode, tried)
             if died and (dead := await self._dead(prefill, decode)):
                 tried |= dead  # bounded: engines, and so is the next
                 continue
             asked.engines = (decode.url,)
             asked.decode = decode
+            self.retries += bool(tried)
+            was_down = bool(decode.down)
             well = {one for one in (prefill, decode) if one and one.is_up}
             try:
                 async with AsyncExitStack() as attempt:
@@ -153,6 +146,8 @@ class Dispatcher:
             died += last.reached and failing in well
             if died == PROXY_FAILED_ON_MAX:
                 last.status = last.status or HTTPStatus.BAD_GATEWAY
+                break
+            if was_down and (last.reached or last.silent):
                 break
         if whys:
             last.why = f"no engine has answered: {'; '.join(whys)}"
@@ -256,7 +251,7 @@ class Dispatcher:
             if exc.engine is not engine or exc.status != lost:
                 raise
             logger.warning("%s; sending the request without KV", exc)
-            self.budget.spend()  # paid like any other try on a single engine
+            self.retries += 1
             found = None
         if found is None or found.engine is not engine:
             await end_task(answer)
@@ -280,7 +275,7 @@ class Dispatcher:
             # Decode finds out whether the request is at fault.
             logger.warning("%s; sending the request without KV", failed)
             engine.failed += 1
-            self.budget.spend()
+            self.retries += 1
             return _Computed()
         if response.is_error:
             response.parts = _Chained(content)  # this releases its connection

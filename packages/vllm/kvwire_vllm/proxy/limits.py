@@ -13,12 +13,6 @@ PROXY_RUNNING_MAX: Final = 2048
 # the process 30 s after that.
 PROXY_STOP_S: Final = 25.0
 PROXY_STOP_S_MAX: Final = 86400.0
-# Retries may add a fifth to all requests, so that a failing fleet gets 1.2 times the
-# work and not a multiple. The reserve is just as large, and grows by one each second,
-# so that a proxy with few requests can retry too.
-PROXY_RETRY_SHARE: Final = 0.2
-PROXY_RETRY_RESERVE: Final = 20.0
-PROXY_RETRY_MAX: Final = 200.0
 # A request that has failed on this many engines is not retried: it may be the cause. A
 # limit of 3 would cost the fleet half as many failures again.
 PROXY_FAILED_ON_MAX: Final = 2

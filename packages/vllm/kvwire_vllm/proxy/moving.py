@@ -402,10 +402,7 @@ class MovableStream:
         while to := fleet.pick_to_answer(tried, here.model):
             if len(tried) > PROXY_FAILED_ON_MAX:
                 return False
-            # As for requests: only a try on an engine that is down is paid from the
-            # budget.
-            if not self._moves.dispatcher.budget.spend() and to.down:
-                return False
+            self._moves.dispatcher.retries += 1
             if not await self._switch(to, None):
                 self._moves.counts["recovered"] += 1
                 return True

@@ -15,9 +15,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvwire_vllm.proxy.budget import RetryBudget
 from kvwire_vllm.proxy.discovery import Discovery
-from kvwire_vllm.proxy.dispatch import ClientRequest
+from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import PROXY_RUNNING_MAX
 
@@ -31,7 +30,7 @@ class ProxyState:
     """The numbers that a proxy shows."""
 
     fleet: EngineFleet
-    budget: RetryBudget
+    dispatcher: Dispatcher
     running_max: int = PROXY_RUNNING_MAX
     discovery: Discovery | None = None  # where engines announce themselves
     # Open requests, oldest first. bounded: PROXY_RUNNING_MAX
@@ -87,10 +86,9 @@ class ProxyCollector(Collector):
             for key, number in sorted(counted.items()):
                 metric.add_metric([str(key)], number)
             yield metric
-        budget = state.budget
+        retries = state.dispatcher.retries
         for name, text, family, value in (
-            ("retries", "Tries beyond a request's first", _COUNTER, budget.spent),
-            ("retries_refused", _REFUSED, _COUNTER, budget.refused),
+            ("retries", "Tries beyond a request's first", _COUNTER, retries),
             ("rejected", "Requests rejected with 429", _COUNTER, state.rejected),
             ("records_ignored", _IGNORED, _COUNTER, state.ignored),
             ("running", "Requests that are read or answered", _GAUGE, state.running),
@@ -108,7 +106,6 @@ class ProxyCollector(Collector):
 
 _COUNTER: Final[type[Any]] = CounterMetricFamily
 _GAUGE: Final[type[Any]] = GaugeMetricFamily
-_REFUSED: Final = "Tries beyond the budget, on one healthy engine or on none"
 _IGNORED: Final = "Entries of the directory that could not be used"
 _OF_ENGINES: Final[dict[str, tuple[type[Any], str]]] = {
     "up": (_GAUGE, "Whether an engine accepts requests"),
