@@ -79,7 +79,10 @@ class Steps:
 
     def blocks(self, ids: Ids) -> Fragments:
         """Return some blocks in all layers, block by block; granules must be blocks."""
-        return self.fragments(self.walk.layers, ids * self.memory.strides["block"])
+        stride = self.memory.strides["block"]
+        if ids.size == 1 and (first := self._first.get(self.walk.layers)) is not None:
+            return first.shifted(ids.item(0) * stride)
+        return self.fragments(self.walk.layers, ids * stride)
 
     def fragments(self, layers: range, behind: Ids) -> Fragments:
         """Return the granules ``behind`` bytes after block 0, adjacent runs merged."""

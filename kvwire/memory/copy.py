@@ -77,9 +77,13 @@ def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
 
     At least one of them must be fragments.
     """
+    # If one side is contiguous, only the other side's borders matter.
+    if isinstance(source, memoryview):
+        assert isinstance(destination, Fragments), "two views need no pieces"
+        here = destination.starts[:-1] + np.uint64(address_of(source))
+        return here, destination.addresses, destination.lengths
     here = _addresses(source)
     there = _addresses(destination)
-    # If one side is contiguous, only the other side's borders matter.
     if there.size == 1 and isinstance(source, Fragments):
         return here, source.starts[:-1] + there, source.lengths
     assert isinstance(destination, Fragments), "two views need no pieces"

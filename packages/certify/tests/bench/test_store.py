@@ -108,8 +108,8 @@ async def test_other_bytes_than_were_put_are_found(peer: str, tmp_path: Path) ->
 # Python calls and frames, both sides, as in test_counts. Eight blocks cost a CREDIT,
 # and an index for clients of the host takes ten calls of a put.
 CEILINGS: Final = {
-    (PUT, 64 * KIB): (228, 2.125),
-    (ONE, 64 * KIB): (157, 2.125),
+    (PUT, 64 * KIB): (224, 2.125),
+    (ONE, 64 * KIB): (154, 2.125),
     (PUT, MIB): (481, 6),
     (GET, MIB): (455, 6),
 }

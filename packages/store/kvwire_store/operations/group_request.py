@@ -42,7 +42,7 @@ class BlockRequest(ABC):
     def __init__(self, namespace: Namespace, keys: Keys, order: int) -> None:
         self.namespace: Namespace = namespace
         self.keys: Keys = keys
-        self.repeats: bool = len(set(keys.tolist())) < keys.size
+        self.repeats: bool = keys.size > 1 and len(set(keys.tolist())) < keys.size
         self.order: int = order
 
     @abstractmethod
@@ -203,6 +203,10 @@ def by_group(hashes: Hashes, groups: tuple[str, ...]) -> Mapping[str, Sequence[b
 
 def keys_of(hashes: Sequence[bytes], namespace: Namespace) -> Keys:
     """Return the keys of some hashes in a namespace."""
+    if len(hashes) == 1:  # the same checks in a third of the time
+        one = hashes[0]
+        if type(one) is bytes and 0 < len(one) <= STORE_HASH_BYTES_MAX:
+            return np.array((namespace.digest + one,), np.object_)
     if set(map(type, hashes)) - {bytes}:
         raise UsageError(
             "hashes: each must be bytes, which are the same in every process"

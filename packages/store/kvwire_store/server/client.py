@@ -18,6 +18,8 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
+import msgspec
+
 import kvwire
 from kvwire.aio import Upkeep, run_to_completion
 from kvwire.backend.contexts import without_context
@@ -53,7 +55,6 @@ from kvwire_store.server.messages import (
     ClientMessage,
     Delete,
     Names,
-    NamespaceText,
     NumberedReply,
     NumberedRequest,
     Stats,
@@ -268,7 +269,7 @@ class ActiveConnection:
         self._set_timer(min((one.late_at for one in answers), default=math.inf))
 
     async def apply(
-        self, verb: Verb, names: Names, namespace: NamespaceText
+        self, verb: Verb, names: Names, namespace: msgspec.Raw
     ) -> Placement:
         """Let the server execute a verb.
 

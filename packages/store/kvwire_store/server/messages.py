@@ -39,7 +39,7 @@ from msgspec import Meta
 from kvwire.errors import UsageError, sayable, shown
 from kvwire.kv.blocks import all_of
 from kvwire.kv.spec import KVSpec
-from kvwire.limits import NAME_CHARS_MAX, REASON_CHARS_MAX, REQUEST_BYTES_MAX
+from kvwire.limits import KIB, NAME_CHARS_MAX, REASON_CHARS_MAX, REQUEST_BYTES_MAX
 from kvwire.spi import DECODE_ERRORS, VersionRange
 from kvwire_store.counters import StoreCounters
 from kvwire_store.keys import Keys, Orders, as_keys
@@ -87,6 +87,8 @@ _NO_IMAGES: Final = memoryview(b"")
 _Milliseconds = Annotated[int, Meta(ge=1, le=int(STORE_TIMEOUT_S_MAX * 1000))]
 # KVSpec has a dozen fields; more may come.
 _FIELDS_MAX: Final = 64
+# Of a NamespaceText with the longest texts.
+_TEXT_BYTES_MAX: Final = 4 * NAME_CHARS_MAX * (2 * _FIELDS_MAX + 2) + 4 * KIB
 _TIERS_MAX: Final = 64
 _RESULT_MAX: Final = int(max(BlockResult))
 _KNOWN_ORDERS: Final = bytes((*range(len(ORDERS)), UNKNOWN, ABSENT))
@@ -159,17 +161,40 @@ class NamespaceText(StoreMessage, array_like=True, frozen=True, gc=False):
     tenant: _Text = ""
 
 
-# Each request names a namespace; bounded like the namespaces that a peer may describe.
+# Each request names a namespace, and mostly the same one: it is encoded and decoded
+# once. Bounded like the namespaces that a peer may describe.
 @lru_cache(STORE_NAMESPACES_TOLD)
-def text_of(namespace: Namespace) -> NamespaceText:
-    """Return a namespace in full, as messages name it."""
+def text_of(namespace: Namespace) -> msgspec.Raw:
+    """Return a namespace in full, as requests name it."""
     fields = namespace.spec.to_pairs()
-    return NamespaceText(namespace.group, fields, namespace.tenant)
+    text = NamespaceText(namespace.group, fields, namespace.tenant)
+    return msgspec.Raw(msgspec.msgpack.encode(text))
+
+
+def namespace_in(text: msgspec.Raw, tenant: str = "") -> Namespace:
+    """Return the namespace in a request, for its client or for a tenant.
+
+    Raises:
+        UsageError: It is no namespace that is known here.
+    """
+    told = bytes(text)
+    if len(told) > _TEXT_BYTES_MAX:
+        raise UsageError(f"not a request: its namespace has {len(told)} bytes")
+    return _namespace_in(told, tenant)
+
+
+@lru_cache(STORE_NAMESPACES_TOLD)
+def _namespace_in(text: bytes, tenant: str) -> Namespace:
+    try:
+        decoded = _texts.decode(text)
+    except DECODE_ERRORS as exc:
+        raise UsageError(f"not a request: {shown(str(exc))}") from None
+    return namespace_told(decoded, tenant)
 
 
 @lru_cache(STORE_NAMESPACES_TOLD)
 def namespace_told(text: NamespaceText, tenant: str = "") -> Namespace:
-    """Return the namespace in a message, for its client or for a tenant."""
+    """Return the namespace in a welcome, or for a tenant."""
     return Namespace(text.group, KVSpec.from_pairs(text.fields), tenant or text.tenant)
 
 
@@ -221,9 +246,9 @@ class Touch(ClientMessage, array_like=True, frozen=True, gc=False, tag=3):
 
 
 class TransferMessage(NumberedRequest, array_like=True, frozen=True, gc=False):
-    """The base of a put and a get."""
+    """The base of a put and a get; ``namespace`` is a :class:`NamespaceText`."""
 
-    namespace: NamespaceText
+    namespace: msgspec.Raw
     names: Names
     timeout_ms: _Milliseconds
 
@@ -272,19 +297,17 @@ class Apply(NumberedRequest, array_like=True, frozen=True, gc=False, tag=9):
     Attributes:
         verb: The verb, a :class:`~kvwire_store.placement.VerbKind`.
         names: Their keys.
-        namespace: Their namespace.
+        namespace: Their namespace, a :class:`NamespaceText`.
         ttl_ms: How long a pin lasts; 0 for ever.
     """
 
     verb: Annotated[int, Meta(ge=0, le=int(max(VerbKind)))]
     names: Names
-    namespace: NamespaceText
+    namespace: msgspec.Raw
     ttl_ms: Annotated[int, Meta(ge=0, le=int(STORE_TTL_S_MAX * 1000))] = 0
 
     @classmethod
-    def of(
-        cls, number: int, verb: Verb, names: Names, namespace: NamespaceText
-    ) -> Self:
+    def of(cls, number: int, verb: Verb, names: Names, namespace: msgspec.Raw) -> Self:
         """Make the request of a verb; a prefetch goes into the server's memory."""
         milliseconds = max(1, round(verb.ttl_s * 1000)) if verb.ttl_s else 0
         return cls(number, int(verb.kind), names, namespace, milliseconds)
@@ -494,6 +517,7 @@ encode: Final[Callable[[ClientMessage | ServerMessage], bytes]] = (
 _requests: Final[msgspec.msgpack.Decoder[AnyRequest]] = msgspec.msgpack.Decoder(
     AnyRequest
 )
+_texts: Final = msgspec.msgpack.Decoder(NamespaceText)
 _replies: Final[msgspec.msgpack.Decoder[AnyReply]] = msgspec.msgpack.Decoder(AnyReply)
 
 

@@ -79,7 +79,7 @@ from kvwire_store.server.messages import (
     VerbDone,
     decode_request,
     encode,
-    namespace_told,
+    namespace_in,
     payload_tag,
 )
 from kvwire_store.server.served import ServedStore
@@ -495,7 +495,7 @@ class ClientSession:
             kept = self._kept(keys, self._tiers.memory.index.find(keys))
         # The request determines where images are sent, since the client knows nothing
         # else.
-        asked_bytes = results.size * namespace_told(request.namespace).image_bytes
+        asked_bytes = results.size * namespace_in(request.namespace).image_bytes
         inline = asked_bytes <= STORE_INLINE_BYTES
         images = line_of(found) if inline else memoryview(b"")
         self._read_bytes += len(images)
@@ -568,11 +568,11 @@ class ClientSession:
         verb = request.asked
         if self._served.read_only and verb.kind is not VerbKind.PREFETCH:
             return all_placed(len(request.names), BlockState.REFUSED, _READ_ONLY)
-        text = request.namespace
-        if self._tenant and text.tenant not in ("", self._tenant):
-            raise UsageError(_not_another(self._tenant, text.tenant))
+        asked = namespace_in(request.namespace)
+        if self._tenant and asked.tenant not in ("", self._tenant):
+            raise UsageError(_not_another(self._tenant, asked.tenant))
         hashes = [key[DIGEST_BYTES:] for key in request.names.keys_of("").tolist()]
-        namespace = namespace_told(text, self._tenant)
+        namespace = namespace_in(request.namespace, self._tenant)
         self._tiers.tenants.require(namespace.tenant)
         return await carry_out(self._tiers, verb, [namespace], hashes)
 
@@ -594,11 +594,11 @@ class ClientSession:
         Returns:
             The namespace, and why the request's blocks cannot move; empty if they can.
         """
-        asked = namespace = namespace_told(request.namespace)
+        asked = namespace = namespace_in(request.namespace)
         if self._tenant:
             if asked.tenant:
                 return asked, _not_another(self._tenant, asked.tenant)
-            namespace = namespace_told(request.namespace, self._tenant)
+            namespace = namespace_in(request.namespace, self._tenant)
         if not request.names.all_in(asked):
             return namespace, "a key has another namespace than the request"
         most_bytes = self._served.berth_bytes

@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 
 import kvwire
@@ -533,7 +534,7 @@ def _put_into(images: memoryview, room: Fragments) -> None:
 _CERTIFICATES: Final = ("tls_cert_file", "tls_key_file", "tls_ca_file", "tls_peers")
 OPTIONS: Final = ("psk_file", *_CERTIFICATES, "timeout")
 _Step = Callable[[ActiveConnection, Namespace, Batch], Awaitable[BlockResults]]
-_Asked = tuple[int, NamespaceText, Names, int]
+_Asked = tuple[int, msgspec.Raw, Names, int]
 
 
 def client_config(address: TierAddress) -> Config:

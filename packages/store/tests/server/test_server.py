@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -110,6 +111,11 @@ async def test_a_bug_of_ours_costs_one_client(
         assert await works(server)
 
 
+RAW_NUMBER = msgspec.Raw(msgspec.msgpack.encode(7))
+# Fields that a later version might add, in any number.
+RAW_LONG = msgspec.Raw(msgspec.msgpack.encode(["kv", [], "", bytes(100_000)]))
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -120,12 +126,26 @@ async def test_a_bug_of_ours_costs_one_client(
             moving(
                 messages.Put,
                 chain(1),
-                namespace=messages.NamespaceText("kv", (("layers", "0"),)),
+                namespace=msgspec.Raw(
+                    msgspec.msgpack.encode(
+                        messages.NamespaceText("kv", (("layers", "0"),))
+                    )
+                ),
             )
         ),
+        messages.encode(moving(messages.Get, chain(1), namespace=RAW_NUMBER)),
+        messages.encode(moving(messages.Get, chain(1), namespace=RAW_LONG)),
         bytes(STORE_REQUEST_BYTES_MAX + 1),
     ],
-    ids=["cut", "hello again", "no end", "no spec", "too long"],
+    ids=[
+        "cut",
+        "hello again",
+        "no end",
+        "no spec",
+        "no namespace",
+        "a long namespace",
+        "too long",
+    ],
 )
 async def test_who_breaks_a_rule_later_is_dropped(message: bytes) -> None:
     async with serving() as (_, server), client(server) as liar:
