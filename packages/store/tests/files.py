@@ -13,38 +13,31 @@ from kvwire_store.tiers.base import Tier
 from kvwire_store.tiers.directory import File, Views
 from kvwire_store.tiers.disk import DiskTier
 
-Hook = Callable[[str, "Scripted", Views | None, int], None]
-"""Called in front of each system call, with its name, memory and offset."""
+Hook = Callable[[str], object]
+"""Called in front of each system call, with its name."""
 
 
 class Scripted(File):
     hook: Hook
 
     def preadv(self, views: Views, offset: int) -> int:
-        self._ask("preadv", views, offset)
+        type(self).hook("preadv")
         return super().preadv(views, offset)
 
     def preadv_at_once(self, views: Views, offset: int) -> int:
         raise BlockingIOError
 
     def pwritev(self, views: Views, offset: int) -> int:
-        self._ask("pwritev", views, offset)
+        type(self).hook("pwritev")
         return super().pwritev(views, offset)
 
     def sync(self) -> None:
-        self._ask("sync", None, 0)
+        type(self).hook("sync")
         super().sync()
 
     def allocate(self, offset: int, nbytes: int) -> None:
-        self._ask("allocate", None, offset)
+        type(self).hook("allocate")
         super().allocate(offset, nbytes)
-
-    def tear(self, views: Views, offset: int) -> int:
-        """Write half of the first piece: what a call leaves that is cut off."""
-        return os.pwrite(self._fd, views[0][: max(1, views[0].nbytes // 2)], offset)
-
-    def _ask(self, call: str, views: Views | None, offset: int) -> None:
-        type(self).hook(call, self, views, offset)
 
 
 def scripted(hook: Hook) -> type[Scripted]:
@@ -58,27 +51,15 @@ class Faults:
         self.calls: list[str] = []
         self.failing: dict[str, int] = {}
         """The error of each call that fails."""
-        self.tearing: set[str] = set()
-        """Those that have done half of it by then."""
 
-    def __call__(
-        self, call: str, file: Scripted, views: Views | None, offset: int
-    ) -> None:
+    def __call__(self, call: str) -> None:
         """Count the call, and fail it if it is one that fails."""
         self.calls.append(call)
-        if call in self.failing:
-            code = self.failing[call]
-            if call in self.tearing and views is not None:
-                file.tear(views, offset)
+        if code := self.failing.get(call):
             raise OSError(code, os.strerror(code))
 
     def full(self) -> None:
         self.failing["pwritev"] = errno.ENOSPC
-
-    def torn(self, call: str, code: int) -> None:
-        """From now on a call does half of what it should, and fails."""
-        self.failing[call] = code
-        self.tearing.add(call)
 
     def broken(self) -> None:
         self.failing |= dict.fromkeys(("preadv", "pwritev", "sync"), errno.EIO)

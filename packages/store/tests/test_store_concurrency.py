@@ -27,7 +27,7 @@ from kvwire_store.request import Settled, StoreRequest
 from kvwire_store.tiers.disk import DiskTier
 from packages.store.tests.contract import NAMESPACE
 from packages.store.tests.fakes import FakeTier
-from packages.store.tests.files import Faults, Scripted, disk, store_on
+from packages.store.tests.files import Faults, disk, store_on
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
 from tests.support.caches import Filled, chain
@@ -151,7 +151,7 @@ class Gate:
         self.open = threading.Event()
         self.open.set()
 
-    def __call__(self, call: str, file: Scripted, window: Any, offset: int) -> None:
+    def __call__(self, call: str) -> None:
         if call == "pwritev" and not self.open.is_set():
             self.reached.set()
             self.open.wait()

@@ -15,14 +15,11 @@ from pathlib import Path
 from typing import Final
 
 from kvwire_store.tiers.directory import File, Views
-from packages.store.tests.files import Scripted
-from packages.store.tests.model.vfs import AskingVfs
+from packages.store.tests.model.vfs import AskingVfs, Tear
 
 ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 # What a disk writes as a whole.
 _SECTOR: Final = 512
-
-Tear = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,31 +126,34 @@ def copied(directory: Path, into: Path) -> None:
         POINTS.synced(into / path.name)
 
 
-class PointedFile(Scripted):
+class PointedFile(File):
     """The file of images, whose calls are points."""
+
+    def tear(self, views: Views, offset: int) -> int:
+        """Write half of the first piece: what a call leaves that is cut off."""
+        return os.pwrite(self._fd, views[0][: max(1, views[0].nbytes // 2)], offset)
+
+    def preadv_at_once(self, views: Views, offset: int) -> int:
+        raise BlockingIOError
 
     def pwritev(self, views: Views, offset: int) -> int:
         if POINTS.ask(lambda: self.tear(views, offset)):
             return self.tear(views, offset)
-        return File.pwritev(self, views, offset)
+        return super().pwritev(views, offset)
 
     def preadv(self, views: Views, offset: int) -> int:
         POINTS.ask(None, reads=True)
-        return File.preadv(self, views, offset)
+        return super().preadv(views, offset)
 
     def sync(self) -> None:
         POINTS.ask(None)
-        File.sync(self)
+        super().sync()
         POINTS.synced(self.path)
 
     def allocate(self, offset: int, nbytes: int) -> None:
         POINTS.ask(None)
-        File.allocate(self, offset, nbytes)
-
-
-def _before(call: str, path: Path, tear: Tear | None) -> None:
-    POINTS.ask(tear)
+        super().allocate(offset, nbytes)
 
 
 # The default of this process, from here on.
-AskingVfs(_before, POINTS.synced)
+AskingVfs(POINTS.ask, POINTS.synced)

@@ -13,8 +13,9 @@ from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_vo
 from pathlib import Path
 from typing import Any, Final
 
-Ask = Callable[[str, Path, Callable[[], object] | None], None]
-"""Called before each call, with its name, its file, and what does half of a write."""
+Tear = Callable[[], object]
+Ask = Callable[[Tear | None], object]
+"""Called before each call that writes, with what does half of a write."""
 
 _FULL: Final = 13
 _IO_ERROR: Final = 10
@@ -117,7 +118,7 @@ class AskingVfs:
         return methods
 
     def _delete(self, vfs: int, name: int, sync: int) -> int:
-        failed = self._asked("delete", _path_at(name), None, 0x0A)
+        failed = self._asked(0x0A)
         return failed or int(self._delete_usual(vfs, name, sync))
 
     def _close(self, file: int) -> int:
@@ -126,29 +127,27 @@ class AskingVfs:
         return int(_Close(usual.close)(file))
 
     def _write(self, file: int, data: int, count: int, offset: int) -> int:
-        path, usual = self._files[file]
+        _, usual = self._files[file]
         write = _Write(usual.write)
         half = max(1, count // 2)
-        failed = self._asked("write", path, lambda: write(file, data, half, offset), 3)
+        failed = self._asked(3, lambda: write(file, data, half, offset))
         return failed or int(write(file, data, count, offset))
 
     def _truncate(self, file: int, nbytes: int) -> int:
-        path, usual = self._files[file]
-        failed = self._asked("truncate", path, None, 6)
+        _, usual = self._files[file]
+        failed = self._asked(6)
         return failed or int(_Truncate(usual.truncate)(file, nbytes))
 
     def _sync(self, file: int, how: int) -> int:
         path, usual = self._files[file]
-        failed = self._asked("sync", path, None, 4) or _Sync(usual.sync)(file, how)
+        failed = self._asked(4) or _Sync(usual.sync)(file, how)
         if not failed:
             self._synced(path)
         return int(failed)
 
-    def _asked(
-        self, call: str, path: Path, tear: Callable[[], object] | None, kind: int
-    ) -> int:
+    def _asked(self, kind: int, tear: Tear | None = None) -> int:
         try:
-            self._ask(call, path, tear)
+            self._ask(tear)
         except OSError as exc:
             return _FULL if exc.errno == _ENOSPC else _IO_ERROR | kind << 8
         return 0

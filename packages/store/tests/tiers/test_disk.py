@@ -161,7 +161,7 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
     await (await disk(tmp_path)).close()
     counted: list[int] = []
 
-    def look(call: str, *_: object) -> None:
+    def look(call: str) -> None:
         if call == "pwritev":
             counted.append(tier.stats().written_blocks)
 
@@ -188,7 +188,7 @@ async def test_what_is_being_written_is_deleted_once_it_is_there(
 ) -> None:
     go = threading.Event()
 
-    def wait(call: str, *_: object) -> None:
+    def wait(call: str) -> None:
         assert call != "pwritev" or go.wait(10)
 
     tier = await disk(tmp_path, hook=wait)
@@ -430,7 +430,7 @@ async def test_without_a_thread_a_block_is_refused_and_later_taken(
 async def test_a_write_waits_for_slots_that_are_being_read(tmp_path: Path) -> None:
     small, reading, go = blocks_of(SPEC, 24), threading.Event(), threading.Event()
 
-    def wait(call: str, *_: object) -> None:
+    def wait(call: str) -> None:
         if call == "preadv":
             reading.set()
             assert go.wait(30)
@@ -536,7 +536,7 @@ async def test_a_cancelled_open_lets_go_of_the_directory(tmp_path: Path) -> None
     """The thread that opens it is finished first, and has it by then."""
     begun, go = threading.Event(), threading.Event()
 
-    def wait(name: str, *_: object) -> None:
+    def wait(name: str) -> None:
         if name == "allocate":
             begun.set()
             go.wait(10)
