@@ -42,6 +42,25 @@ _HEALTH: Final = "/health"
 logger: logging.Logger = logging.getLogger("kvwire.store")
 
 
+class ClientMistakes(logging.Filter):
+    """Drops records about requests that are no valid HTTP.
+
+    aiohttp logs each of them with a traceback, although its client has the answer. So
+    whoever can connect could fill the log, with bytes of their choice.
+
+    Args:
+        mistakes: aiohttp's errors about such requests.
+    """
+
+    def __init__(self, *mistakes: type[Exception]) -> None:
+        super().__init__()
+        self._mistakes = mistakes
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is about anything else."""
+        return not (record.exc_info and isinstance(record.exc_info[1], self._mistakes))
+
+
 class HttpReply(NamedTuple):
     """The answer to one request."""
 

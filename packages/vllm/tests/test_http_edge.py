@@ -240,6 +240,25 @@ async def test_a_client_that_leaves_between_two_parts(
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost\r\n\r\n",
+        generate(b"transfer-encoding: chunked\r\n"),
+        generate(b"content-encoding: gzip\r\nconnection: close\r\n"),
+    ],
+    ids=["version", "header", "two lengths", "no gzip"],
+)
+async def test_what_is_no_valid_http_leaves_nothing_in_the_log(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client has the answer. Everybody who can connect could fill the log."""
+    (answer,) = await answers(app(Engines()), sent)
+    assert answer[2:5] == b"400"
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
 # --- pages in browsers ----------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from typing import Any, Final, Self, TypeAlias
 
 import msgspec
@@ -23,6 +23,7 @@ import numpy as np
 from kvwire.aio import gather_all, start_task
 from kvwire.errors import KVWireError, ListenError, error_text
 from kvwire.extras import needed_by
+from kvwire.observe.listening import ClientMistakes
 from kvwire.types import Address
 from kvwire_engines.llamacpp.sessions import (
     EngineLost,
@@ -34,8 +35,11 @@ from kvwire_engines.llamacpp.slot_file import TokenIds
 with needed_by("session serve", extra="llamacpp", distribution="kvwire-engines"):
     import aiohttp
     from aiohttp import web
+    from aiohttp.http_exceptions import HttpProcessingError
 
 logger: logging.Logger = logging.getLogger("kvwire.llamacpp")
+_server_logger: Final = logging.getLogger("kvwire.llamacpp.http")
+_server_logger.addFilter(ClientMistakes(HttpProcessingError, web.RequestPayloadError))
 
 _BODY_BYTES_MAX: Final = 64 * 1024 * 1024
 _NONE: Final = np.empty(0, np.int64)
@@ -62,6 +66,10 @@ _OTHERS: Final = ("lora", "id_slot", "images", "multimodal_data")
 
 _Headers: TypeAlias = "dict[str, str]"
 _fields: Final = msgspec.json.Decoder(dict[str, Any])
+
+
+class _ClientGone(Exception):
+    """A client has closed its connection before it had its answer."""
 
 
 class _Slot:
@@ -127,7 +135,11 @@ class SessionFront:
         app = web.Application(client_max_size=_BODY_BYTES_MAX)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
+            logger=_server_logger,
         )
         await self._runner.setup()
         try:
@@ -150,14 +162,19 @@ class SessionFront:
     # --- requests ---------------------------------------------------------------------
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
         try:
+            body = await request.read()
             prompt = await self._prompt(request, body)
             if prompt is None:
                 return await self._pass(request, body)
             return await self._answer(request, *prompt)
+        except web.RequestPayloadError as exc:
+            return _error(400, error_text(exc))
         except EngineLost as exc:
             return _error(502, error_text(exc))
+        except _ClientGone:
+            # aiohttp would log the error; it drops an answer.
+            return _error(499, "the client has gone")
 
     async def _prompt(
         self, request: web.Request, body: bytes
@@ -273,17 +290,18 @@ class SessionFront:
             )
             if answer.content_length is not None:
                 response.content_length = answer.content_length
-            await response.prepare(request)
+            await _to_client(response.prepare(request))
             try:
-                async for part in answer.content.iter_any():
-                    await response.write(part)
-            except aiohttp.ClientError as exc:
+                parts = aiter(answer.content.iter_any())
+                while part := await anext(parts, b""):
+                    await _to_client(response.write(part))
+            except (aiohttp.ClientError, OSError) as exc:
                 # The client must not take a cut answer for a whole one.
                 logger.warning("the server's answer ended early: %s", error_text(exc))
                 if request.transport is not None:
                     request.transport.abort()
                 return response
-            await response.write_eof()
+            await _to_client(response.write_eof())
         return response
 
     # --- slots ------------------------------------------------------------------------
@@ -328,6 +346,18 @@ class SessionFront:
         self._idle.set()
 
 
+async def _to_client(sending: Awaitable[object]) -> None:
+    """Send a client something of its answer.
+
+    Raises:
+        _ClientGone: It has closed its connection.
+    """
+    try:
+        await sending
+    except ConnectionError:
+        raise _ClientGone from None
+
+
 def _passed_on(headers: Mapping[str, str]) -> _Headers:
     """Return the headers that concern both ends."""
     return {name: value for name, value in headers.items() if name.lower() not in _HOP}
@@ -335,5 +365,6 @@ def _passed_on(headers: Mapping[str, str]) -> _Headers:
 
 def _error(status: int, message: str) -> web.Response:
     """Return an error as llama-server and OpenAI write it."""
-    error = {"code": status, "message": message, "type": "unavailable_error"}
+    kind = "unavailable_error" if status >= 500 else "invalid_request_error"
+    error = {"code": status, "message": message, "type": kind}
     return web.json_response({"error": error}, status=status)

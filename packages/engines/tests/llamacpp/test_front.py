@@ -146,6 +146,51 @@ async def test_another_server_is_named(tmp_path: Path, answer: bytes) -> None:
         assert where in await response.text()
 
 
+async def test_what_a_client_breaks_leaves_nothing_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is answered if it is still there."""
+    left = asyncio.Event()
+    over = asyncio.Event()
+
+    async def other(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"1\n")
+        await left.wait()
+        with contextlib.suppress(ConnectionError):
+            while True:  # until the front has gone as well
+                await response.write(b"2\n")
+        over.set()
+        return response
+
+    async with (
+        serving(other) as where,
+        BlockStore.open(["memory:64MiB"]) as store,
+        LlamaCppSessions(store, where, tmp_path) as sessions,
+        SessionFront(sessions, "127.0.0.1", 0) as front,
+    ):
+        port = int(front.url.rpartition(":")[2])
+        for wrong, answer in (
+            (b"host", b"HTTP/1.0 400"),
+            (
+                b"host: x\r\ncontent-encoding: gzip\r\ncontent-length: 3",
+                b"HTTP/1.1 400",
+            ),
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /x HTTP/1.1\r\n" + wrong + b"\r\n\r\n???")
+            assert (await reader.readline()).startswith(answer)
+            writer.transport.abort()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"1\n")
+        writer.transport.abort()
+        left.set()
+        await over.wait()
+    assert not [each for each in caplog.records if each.levelname != "INFO"]
+
+
 async def test_a_slot_is_used_once_also_after_a_swap(tmp_path: Path) -> None:
     """An answer that began before the swap of models has its slot until its end."""
     asked = asyncio.Queue[int]()

@@ -15,12 +15,14 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvwire.aio import end_task, start_task
 from kvwire.errors import UsageError
+from kvwire.observe.listening import ClientMistakes
 from kvwire.spi import DECODE_ERRORS
 from kvwire.types import is_loopback
 from kvwire_vllm.proxy.client import (
@@ -74,9 +76,13 @@ _WHO_OPERATES: Final = (
 
 T = TypeVar("T")
 
+_server_logger: Final = logging.getLogger("kvwire.vllm.http")
+_server_logger.addFilter(ClientMistakes(HttpProcessingError, web.RequestPayloadError))
+
 SERVED: Final[Mapping[str, Any]] = {
     "handler_cancellation": True,  # of requests whose client has gone
     "access_log": None,
+    "logger": _server_logger,
 }
 """How aiohttp has to serve the application."""
 
