@@ -196,7 +196,7 @@ ELSEWHERE = {
     "identifiers of communicators": "kvwire_nccl/test_lane",
     "grants": "proto/test_regions",
     "tickets": "windows/test_windows",
-    "windows of a store": "test_server_tenants",
+    "windows of a store": "store/tests/test_tenants",
 }
 
 

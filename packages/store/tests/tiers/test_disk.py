@@ -1,14 +1,16 @@
-"""A tier on a disk: restarts, damage, failures, and other processes."""
+"""A tier on a disk: restarts, damage, failures, kills, and other processes."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
+import signal
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,8 @@ import numpy as np
 import pytest
 
 from kvwire import KVSpec, UsageError
-from kvwire_store import BlockStore
+from kvwire.memory.arena import may_share
+from kvwire_store import BlockStore, StoreServer
 from kvwire_store.address import TierAddress
 from kvwire_store.images import image_sums, images_in
 from kvwire_store.keys import Keys, as_keys
@@ -31,8 +34,9 @@ from packages.store.tests.contract import put_before
 from packages.store.tests.files import Faults, disk, store_on
 from tests.support import inside
 from tests.support.caches import STORED as SPEC
-from tests.support.caches import Filled, chain
+from tests.support.caches import Filled, Memory, chain
 from tests.support.pairs import until
+from tests.support.runs import Beside, beside
 
 IDS = list(range(16))
 Chosen = Callable[[Sequence[int]], tuple[Namespace, Batch]]
@@ -584,3 +588,126 @@ async def test_spaces_that_cannot_be_read_are_only_words(tmp_path: Path) -> None
         assert await landed(store, source, hashes) == IDS[:4]
         # What was got is known again, also to whoever evicts it from memory.
         assert await store.match(hashes) == 4
+
+
+# --- a process that is killed ---------------------------------------------------------
+
+
+# It flushes one chain, acknowledges another one, and waits to be killed.
+_KILLED = """\
+import asyncio, sys
+from kvwire_store import BlockStore
+from tests.support.caches import Filled, chain
+
+async def main(path):
+    source, ids = Filled(seed=1).cache, list(range(16))
+    tiers = ["memory:64KiB", f"disk:{path}?size=1MiB"]
+    async with BlockStore.open(tiers) as store:
+        assert (await store.put(chain(16, "flushed"), source, ids)).complete
+        await store.flush()
+        assert (await store.put(chain(16, "put"), source, ids)).complete
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+def _zeroed(log: bytes) -> bytes:
+    return log[:-4096] + bytes(4096)
+
+
+def _half(log: bytes) -> bytes:
+    return log[: len(log) // 2]
+
+
+def _longer(log: bytes) -> bytes:
+    return log + log[-512:]
+
+
+@pytest.mark.parametrize(
+    "tear",
+    [None, _zeroed, _half, _longer, lambda log: log[:-1], lambda _: b""],
+    ids=["whole", "zeroed", "half", "longer", "a byte short", "gone"],
+)
+async def test_what_was_flushed_is_there_after_a_kill(
+    tmp_path: Path, tear: Callable[[bytes], bytes] | None
+) -> None:
+    """With any end of the log; and what was acknowledged, if the log is whole."""
+    async with beside("-c", _KILLED, str(tmp_path), kind=Beside) as child:
+        assert await child.line() == "ready"
+        child.signal(signal.SIGKILL)
+        await child.wait()
+    log = tmp_path / "index.sqlite-wal"
+    if tear is not None:
+        log.write_bytes(tear(log.read_bytes()))
+    source, ids = Filled(seed=1), list(range(16))
+    async with BlockStore.open(["memory:64KiB", f"disk:{tmp_path}?size=1MiB"]) as store:
+        for name, sure in (("flushed", True), ("put", tear is None)):
+            target = Filled(16)
+            got = await store.get(chain(16, name), target.cache, ids)
+            assert got.complete or not sure
+            here = got.landed.ids().tolist()
+            assert np.array_equal(target.tokens(here), source.tokens(here))
+            # And it takes them again.
+            assert (await store.put(chain(16, name), source.cache, ids)).complete
+
+
+# --- calls that a sandbox or a file system refuses ------------------------------------
+
+
+REFUSED = (errno.EPERM, errno.ENOSYS)
+
+
+@pytest.fixture
+def refusing(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Refuse calls to a function of a module, as it is parametrized."""
+    module, name, number = request.param
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    may_share.cache_clear()
+    monkeypatch.setattr(module, name, refuse)
+    yield
+    monkeypatch.undo()
+    may_share.cache_clear()
+
+
+@pytest.mark.usefixtures("refusing")
+@pytest.mark.parametrize(
+    "refusing", [(os, "memfd_create", number) for number in REFUSED], indirect=True
+)
+async def test_memory_needs_no_memfd(caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        BlockStore.open(["memory:1MiB"]) as store,
+        StoreServer(store, "127.0.0.1:0") as server,
+        BlockStore.open([f"kvwire://{server.address}"]) as client,
+    ):
+        await client.put([b"h" * 32], Memory().cache, [0])
+        got = await client.get([b"h" * 32], Memory().cache, [1])
+        assert got.complete
+    (said,) = [r.getMessage() for r in caplog.records if "memfd" in r.getMessage()]
+    assert "peers of this host get copies" in said
+
+
+@pytest.mark.usefixtures("refusing")
+@pytest.mark.parametrize(
+    ("refusing", "remedy"),
+    [
+        ((module, name, number), remedy)
+        for module, name, remedy in (
+            (fcntl, "flock", "flock: .*; .*allow flock in .*-o flock"),
+            (os, "posix_fallocate", "fallocate: .*; .*allow fallocate in"),
+        )
+        for number in REFUSED
+    ],
+    indirect=["refusing"],
+)
+async def test_a_call_that_a_disk_needs_is_named_with_its_remedy(
+    remedy: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=remedy):
+        await BlockStore.open(["memory:1MiB", f"disk:{tmp_path}?size=2MiB"])
