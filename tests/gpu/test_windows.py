@@ -6,30 +6,23 @@ Without a GPU, a device of the tests takes its place.
 from __future__ import annotations
 
 import asyncio
-import json
 import signal
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 import kvwire
 from kvwire import KVSpec, PagedCache
 from kvwire.backend import BlockRead
 from kvwire.kv.blocks import Bits
-from kvwire.kv.fragments import Fragments
-from kvwire.limits import MIB
-from kvwire.memory.copy import copy
-from kvwire.memory.device.ops import contiguous
 from kvwire_local.blocks import ProcessBlocks
 from tests.gpu.devices import KINDS, need_gpu
-from tests.support.runs import Beside, beside
-from tests.support.simulated_device import SimulatedDevice
+from tests.gpu.peer import Peer, Torch, gpu, serve, started
 
 # A child takes a third of a second to start.
 pytestmark = pytest.mark.asyncio(loop_factories=["asyncio"])
@@ -37,88 +30,24 @@ LAYERS, BLOCKS = 4, 64
 SHAPE = (BLOCKS, 2, 16, 8, 64)
 SPEC = KVSpec(layers=LAYERS, kv_heads=8, head_dim=64, block_tokens=16, dtype="float32")
 EVERYTHING = list(range(BLOCKS))
-BLOCK_BYTES = LAYERS * 4 * int(np.prod(SHAPE[1:]))
-_TO_OWNER, _TO_READER = 1, 2
 
 
-class Gpu(Protocol):
-    """Caches in which all elements of a block are one number, its *life*."""
+class Cache:
+    """One in which all elements of a block are one number, its *life*."""
 
-    kind: str
-    cache: PagedCache
-
-    def fill(self, block: int, life: int) -> None:
-        """Write to a block; the kernels are over when it returns."""
-
-    def values(self, block: int) -> npt.NDArray[np.float32]:
-        """The elements of a block in all layers."""
-
-    def close(self) -> None:
-        """Nothing uses it any more."""
-
-
-class Torch:
-    kind = "cuda_ipc"
-
-    def __init__(self) -> None:
-        import torch
-
-        self._torch: Any = torch
-        make = torch.zeros
-        self._layers: Any = [
-            make(SHAPE, dtype=torch.float32, device="cuda") for _ in range(LAYERS)
-        ]
-        self.cache = PagedCache(SPEC, self._layers)
+    def __init__(self, memory: Torch) -> None:
+        self._memory = memory
+        zeros = np.zeros(SHAPE, np.float32)
+        self._layers = [memory.array(zeros) for _ in range(LAYERS)]
+        self.paged = PagedCache(SPEC, self._layers)
 
     def fill(self, block: int, life: int) -> None:
         for layer in self._layers:
-            layer[block].fill_(life)
-        self._torch.cuda.current_stream().synchronize()
+            self._memory.write(layer[block], np.full(SHAPE[1:], life, np.float32))
 
-    def values(self, block: int) -> npt.NDArray[np.float32]:
-        found = self._torch.stack([layer[block] for layer in self._layers])
-        host: npt.NDArray[np.float32] = found.cpu().numpy()
-        return host
-
-    def close(self) -> None:
-        pass
-
-
-class Simulated:
-    kind = "simulated_ipc"
-
-    def __init__(self) -> None:
-        self._device = SimulatedDevice(128 * MIB)
-        self._layers = [
-            self._device.array(np.zeros(SHAPE, np.float32)) for _ in range(LAYERS)
-        ]
-        self.cache = PagedCache(SPEC, self._layers)
-
-    def fill(self, block: int, life: int) -> None:
-        for layer in range(LAYERS):
-            memory = np.full(SHAPE[1:], life, np.float32).reshape(-1).view(np.uint8)
-            copy(memory.data, self._block(layer, block))
-
-    def values(self, block: int) -> npt.NDArray[np.float32]:
-        found = np.empty((LAYERS, *SHAPE[1:]), np.float32)
-        for layer in range(LAYERS):
-            flat = found[layer].reshape(-1).view(np.uint8)
-            copy(self._block(layer, block), flat.data)
-        return found
-
-    def close(self) -> None:
-        self._device.close()
-
-    def _block(self, layer: int, block: int) -> Fragments:
-        nbytes = BLOCK_BYTES // LAYERS
-        address = self._layers[layer].data_ptr() + block * nbytes
-        memory = contiguous(address, nbytes, self, self._device.device)
-        return self._device.reach(memory)
-
-
-def gpu(kind: str) -> Gpu:
-    """The memory of this process."""
-    return Simulated() if kind == "simulated" else Torch()
+    def values(self, block: int) -> Any:
+        """The elements of a block in all layers."""
+        return np.stack([self._memory.values(layer[block]) for layer in self._layers])
 
 
 def _believed(self: ProcessBlocks, batch: BlockRead) -> Bits:
@@ -132,8 +61,8 @@ def _believed(self: ProcessBlocks, batch: BlockRead) -> Bits:
 class Owner:
     """Offers blocks, and takes them back to write to them."""
 
-    def __init__(self, memory: Gpu, window: kvwire.Window) -> None:
-        self._memory = memory
+    def __init__(self, cache: Cache, window: kvwire.Window) -> None:
+        self._cache = cache
         self._window = window
         self._lives = [0] * BLOCKS
         self._life = 0
@@ -143,8 +72,11 @@ class Owner:
         for block in range(BLOCKS):
             self._change(block)
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Do what the reader asks for."""
+    async def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Do what the reader asks for; a change of many blocks holds up no loop."""
+        return await asyncio.to_thread(self._answer, asked)
+
+    def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:
         if asked["do"] == "offer":
             with self._lock:
                 blocks = asked["blocks"]
@@ -171,23 +103,15 @@ class Owner:
     def _change(self, block: int) -> None:
         self._life += 1
         self._window.withdraw([block])
-        self._memory.fill(block, self._life % 2**24)
+        self._cache.fill(block, self._life % 2**24)
         self._lives[block] = self._life % 2**24
 
 
 async def own(kind: str) -> None:
-    """Be the owner until the reader has closed its end."""
     async with kvwire.open(prefer=("local",)) as comm:
-        memory = gpu(kind)
-        window = comm.expose("kv", memory.cache)
-        owner = Owner(memory, window)
-        print(await comm.listen("127.0.0.1:0"), flush=True)
-        connection = await comm.accept()
-        while True:
-            asked = json.loads(bytes(await connection.recv(_TO_OWNER)))
-            # A change of many blocks would hold up the loop.
-            answer = await asyncio.to_thread(owner.answer, asked)
-            await connection.send(_TO_READER, json.dumps(answer).encode())
+        cache = Cache(gpu(kind))
+        owner = Owner(cache, comm.expose("kv", cache.paged))
+        await serve(comm, lambda _: owner.answer)
 
 
 # --- reader ---------------------------------------------------------------------------
@@ -196,34 +120,21 @@ async def own(kind: str) -> None:
 class Reader:
     """Gets blocks of the owner, and looks at every one."""
 
-    def __init__(
-        self,
-        memory: Gpu,
-        owner: Beside,
-        connection: kvwire.Connection,
-        remote: kvwire.RemoteWindow,
-    ) -> None:
-        self.memory = memory
+    def __init__(self, cache: Cache, owner: Peer, remote: kvwire.RemoteWindow) -> None:
+        self.cache = cache
         self.owner = owner
         self.remote = remote
         self.landed = 0
         self.missing = 0
         self.wrong = 0
-        self._connection = connection
-
-    async def ask(self, what: str, **more: Any) -> Any:
-        """Have the owner do something."""
-        asked = json.dumps({"do": what, **more}).encode()
-        await self._connection.send(_TO_OWNER, asked)
-        return json.loads(bytes(await self._connection.recv(_TO_READER)))
 
     async def get(self, ids: list[int], answer: Any) -> set[int]:
         """Get offered blocks into the same places; count them; return the landed."""
         ticket = bytes.fromhex(answer["ticket"])
-        outcome = await self.remote.get(ticket, self.memory.cache, ids)
+        outcome = await self.remote.get(ticket, self.cache.paged, ids)
         landed = {block for _, block in outcome.landed}
         for block, life in zip(ids, answer["lives"], strict=True):
-            if block in landed and (self.memory.values(block) != life).any():
+            if block in landed and (self.cache.values(block) != life).any():
                 self.wrong += 1
         self.landed += len(landed)
         self.missing += len(ids) - len(landed)
@@ -231,49 +142,46 @@ class Reader:
 
     async def watch(self, seconds: float) -> None:
         """Read beside an owner that writes all the time, until one is wrong."""
-        await self.ask("churn")
+        await self.owner.ask("churn")
         rng = np.random.default_rng(2)
         end = time.monotonic() + seconds
         while time.monotonic() < end or not (self.landed and self.missing):
             ids = rng.permutation(BLOCKS)[: int(rng.integers(1, BLOCKS))].tolist()
-            await self.get(ids, await self.ask("offer", blocks=ids))
+            await self.get(ids, await self.owner.ask("offer", blocks=ids))
             if self.wrong:
                 return
-        await self.ask("rest")
+        await self.owner.ask("rest")
 
 
 @pytest.fixture(params=KINDS)
 async def reader(request: pytest.FixtureRequest) -> AsyncIterator[Reader]:
     need_gpu(request.param)
     memory = gpu(request.param)
-    words = ("-m", "tests.gpu.test_windows", request.param)
-    async with (
-        beside(*words, kind=Beside) as owner,
-        kvwire.open(prefer=("local",)) as comm,
-    ):
-        connection = await comm.connect(await owner.line())
-        remote = await connection.window("kv")
-        assert remote.way == memory.kind, f"read by {remote.way}"
-        yield Reader(memory, owner, connection, remote)
+    cache = Cache(memory)
+    module = "tests.gpu.test_windows"
+    async with started(module, request.param, prefer=("local",)) as (_, owner):
+        remote = await owner.connection.window("kv")
+        assert remote.way == memory.way, f"read by {remote.way}"
+        yield Reader(cache, owner, remote)
         await remote.close()
     # The device still works, whatever became of the owner.
-    memory.fill(0, 7)
-    assert (memory.values(0) == 7).all()
+    cache.fill(0, 7)
+    assert (cache.values(0) == 7).all()
     memory.close()
 
 
 async def test_every_block_is_right_and_what_is_withdrawn_is_missing(
     reader: Reader,
 ) -> None:
-    offered = await reader.ask("offer", blocks=EVERYTHING)
+    offered = await reader.owner.ask("offer", blocks=EVERYTHING)
     assert await reader.get(EVERYTHING, offered) == set(EVERYTHING)
-    await reader.ask("withdraw", blocks=[5, 9])
+    await reader.owner.ask("withdraw", blocks=[5, 9])
     assert await reader.get(EVERYTHING, offered) == set(EVERYTHING) - {5, 9}
     assert not reader.wrong
 
 
 async def test_no_torn_or_stale_block_lands(reader: Reader) -> None:
-    await reader.watch(1.0 if reader.memory.kind == "simulated_ipc" else 20.0)
+    await reader.watch(1.0 if reader.remote.way == "simulated_ipc" else 20.0)
     assert not reader.wrong
 
 
@@ -288,10 +196,10 @@ async def test_without_the_look_at_generations_torn_blocks_land(
 
 async def test_an_owner_that_is_killed_during_gets(reader: Reader) -> None:
     """What lands is right, and the rest is missing."""
-    offered = await reader.ask("offer", blocks=EVERYTHING)
+    offered = await reader.owner.ask("offer", blocks=EVERYTHING)
     gets = [asyncio.ensure_future(reader.get(EVERYTHING, offered)) for _ in range(8)]
     await asyncio.sleep(0)
-    reader.owner.signal(signal.SIGKILL)
+    reader.owner.process.signal(signal.SIGKILL)
     async with asyncio.timeout(60):
         await asyncio.gather(*gets)
         while await reader.get(EVERYTHING, offered):

@@ -231,6 +231,11 @@ class SimulatedArray:
         self._address = address
         self._item = item
 
+    def __getitem__(self, row: int) -> SimulatedArray:
+        nbytes = int(np.prod(self.shape[1:])) * self._item.itemsize
+        place = self._address + row * nbytes
+        return SimulatedArray(self._ops, place, self.shape[1:], self._item, self.dtype)
+
     def data_ptr(self) -> int:
         """Address of the first element; host code must not touch it."""
         return self._address
