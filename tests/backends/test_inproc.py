@@ -6,6 +6,7 @@ What it has in common with every backend is in test_conformance.py.
 from __future__ import annotations
 
 import asyncio
+from contextlib import AbstractAsyncContextManager
 from itertools import islice
 from typing import Any
 
@@ -20,75 +21,28 @@ from kvwire.types import Address
 from kvwire_inproc import InprocBackend
 from kvwire_inproc.faults import Fault, schedule
 from kvwire_inproc.lane import InprocLane
-from tests.backends.kvwire_tcp.recorder import Recorder
+from kvwire_inproc.link import InprocLink
+from tests.backends.kvwire_tcp.recorder import VIEW, Body, Pair, header, linked_by
 from tests.backends.recorders import LaneRecorder
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 ANY = Address("inproc", "")
 LENGTH = 1000
 
 
-class Ear(Recorder):
-    """Takes payloads of 1,000 bytes, and keeps headers as they came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.raw: list[bytes] = []
-        self.payloads: list[bytes] = []
-        self.kept: memoryview | None = None
-
-    def header_received(self, link: Link, header: memoryview) -> Landing:
-        self.raw.append(bytes(header))
-        self.kept = header
-        return Landing(LENGTH, memoryview(bytearray(LENGTH)))
-
-    def body_received(self, link: Link, landing: Landing) -> None:
-        assert isinstance(landing.payload, memoryview)
-        self.payloads.append(bytes(landing.payload))
-
-    @property
-    def numbers(self) -> list[int]:
-        return [header[0] for header in self.raw]
+def pair(
+    plan: FaultPlan | None = None,
+) -> AbstractAsyncContextManager[Pair[InprocLink]]:
+    """Two links, and the faults of what the near one sends."""
+    return linked_by(InprocBackend(plan), InprocBackend(), ANY, InprocLink)
 
 
-class Pair:
-    """A link with an ear at each end."""
-
-    def __init__(self, listener: Listener, left: Link, right: Link) -> None:
-        self.listener = listener
-        self.left, self.right = left, right
-        self.near, self.far = Ear(), Ear()
-        left.start(self.near)
-        right.start(self.far)
-
-    def send(self, count: int) -> None:
-        for number in range(count):
-            payload = memoryview(bytes([number]) * LENGTH)
-            self.left.send(header(number), payload, number)
-        self.left.flush()
-
-    async def end(self) -> None:
-        self.left.abort()
-        self.right.abort()
-        await self.listener.close()
-        await turns()
-
-
-def header(number: int) -> bytes:
-    return bytes([number]) * HEADER_BYTES
-
-
-async def turns(count: int = 10) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
-async def pair(plan: FaultPlan | None = None, back: FaultPlan | None = None) -> Pair:
-    accepted: list[Link] = []
-    listener = await InprocBackend(back).listen(ANY, accepted.append)
-    left = await InprocBackend(plan).connect(listener.address)
-    await until(lambda: accepted)
-    return Pair(listener, left, accepted[0])
+def send(joined: Pair[InprocLink], count: int) -> None:
+    """Frames that are numbered, each with a payload of its number."""
+    for number in range(count):
+        payload = memoryview(bytes([number]) * LENGTH)
+        joined.near.send(header(LENGTH, number), payload, number)
+    joined.near.flush()
 
 
 # --- names ----------------------------------------------------------------------------
@@ -132,21 +86,28 @@ def test_the_name_of_a_closed_loop_is_free() -> None:
 
 
 async def test_a_header_that_is_kept_is_noticed() -> None:
-    joined = await pair()
-    joined.send(1)
-    await until(lambda: joined.far.payloads)
-    with pytest.raises(ValueError, match="released memoryview"):
-        bytes(joined.far.kept or b"")
-    await joined.end()
+    kept: list[memoryview] = []
+
+    def keep(header: memoryview) -> Body:
+        kept.append(header)
+        return Body(LENGTH, 0, VIEW)
+
+    async with pair() as joined:
+        joined.at_far.body_of = keep  # type: ignore[method-assign]
+        send(joined, 1)
+        await joined.at_far.received(1)
+        with pytest.raises(ValueError, match="released memoryview"):
+            bytes(kept[0])
 
 
 async def test_bulk_needs_a_token() -> None:
-    joined = await pair()
-    payload = memoryview(bytes(EAGER_BYTES_MAX + 1))
-    with pytest.raises(UsageError, match=f"{EAGER_BYTES_MAX + 1} bytes needs a token"):
-        joined.left.send(header(0), payload)
-    assert joined.left.queued_bytes == 0
-    await joined.end()
+    async with pair() as joined:
+        body = memoryview(bytes(EAGER_BYTES_MAX + 1))
+        with pytest.raises(
+            UsageError, match=f"{EAGER_BYTES_MAX + 1} bytes needs a token"
+        ):
+            joined.near.send(header(len(body)), body)
+        assert joined.near.queued_bytes == 0
 
 
 # --- plans ----------------------------------------------------------------------------
@@ -193,92 +154,95 @@ def test_a_schedule_is_the_same_in_every_process_and_version() -> None:
 async def test_what_arrives(
     faults: dict[str, Any], sent: int, arrived: list[int]
 ) -> None:
-    joined = await pair(FaultPlan(seed=0, **faults))
-    joined.send(sent)
-    await until(lambda: len(joined.near.sent) == sent)
-    assert joined.far.numbers == arrived
-    assert joined.near.sent == list(range(sent))
-    assert joined.left.queued_bytes == 0
-    await joined.end()
+    async with pair(FaultPlan(seed=0, **faults)) as joined:
+        send(joined, sent)
+        await until(lambda: len(joined.at_near.sent) == sent)
+        assert joined.at_far.numbers == arrived
+        assert joined.at_near.sent == list(range(sent))
+        assert joined.near.queued_bytes == 0
 
 
 @pytest.mark.parametrize("seed", range(8))
 async def test_corrupt(seed: int) -> None:
-    joined = await pair(FaultPlan(seed=seed, corrupt=1.0))
-    payload = memoryview(bytearray(LENGTH))
-    joined.left.send(bytes(HEADER_BYTES), as_fragments(payload), "t")
-    joined.left.flush()
-    await until(lambda: joined.far.payloads)
-    bits = int.from_bytes(joined.far.raw[0] + joined.far.payloads[0], "big")
-    assert bits.bit_count() == 1
-    assert bytes(payload) == bytes(LENGTH), "the sender's own memory was changed"
-    await joined.end()
+    headers: list[bytes] = []
+
+    def take(header: memoryview) -> Body:
+        headers.append(bytes(header))
+        return Body(LENGTH, 0, VIEW)
+
+    async with pair(FaultPlan(seed=seed, corrupt=1.0)) as joined:
+        joined.at_far.body_of = take  # type: ignore[method-assign]
+        payload = memoryview(bytearray(LENGTH))
+        joined.near.send(bytes(HEADER_BYTES), as_fragments(payload), "t")
+        joined.near.flush()
+        await joined.at_far.received(1)
+        bits = int.from_bytes(headers[0] + (joined.at_far.frames[0][1] or b""), "big")
+        assert bits.bit_count() == 1
+        assert bytes(payload) == bytes(LENGTH), "the sender's own memory was changed"
 
 
 async def test_delay_holds_everything_back() -> None:
-    joined = await pair(FaultPlan(seed=0, delay=1.0, delay_s=3600, spare=2))
-    joined.send(5)
-    await turns()
-    assert joined.far.numbers == [0, 1]
-    assert joined.left.queued_bytes == 3 * (HEADER_BYTES + LENGTH)
-    await joined.end()
-    assert len(joined.far.closed) == 1
+    plan = FaultPlan(seed=0, delay=1.0, delay_s=3600, spare=2)
+    async with pair(plan) as joined:
+        send(joined, 5)
+        await turns(10)
+        assert joined.at_far.numbers == [0, 1]
+        assert joined.near.queued_bytes == 3 * (HEADER_BYTES + LENGTH)
 
 
 async def test_reorder_lets_others_overtake() -> None:
-    joined = await pair(FaultPlan(seed=3, reorder=0.5, delay_s=0.001))
-    joined.send(20)
-    await until(lambda: len(joined.near.sent) == 20)
-    assert joined.far.numbers != list(range(20))
-    assert sorted(joined.far.numbers) == list(range(20))
-    assert [payload[0] for payload in joined.far.payloads] == joined.far.numbers
-    assert joined.near.sent == joined.far.numbers
-    await joined.end()
+    async with pair(FaultPlan(seed=3, reorder=0.5, delay_s=0.001)) as joined:
+        send(joined, 20)
+        await until(lambda: len(joined.at_near.sent) == 20)
+        numbers = joined.at_far.numbers
+        assert numbers != list(range(20))
+        assert sorted(numbers) == list(range(20))
+        assert joined.at_far.frames == [(n, bytes([n]) * LENGTH) for n in numbers]
+        assert joined.at_near.sent == numbers
 
 
 async def test_memory_is_lent_while_a_frame_is_held_back() -> None:
-    joined = await pair(FaultPlan(seed=0, reorder=1.0, duplicate=1.0, delay_s=0.001))
+    plan = FaultPlan(seed=0, reorder=1.0, duplicate=1.0, delay_s=0.001)
     memory = [bytearray([n]) * LENGTH for n in range(4)]
 
     def reuse(link: Link, token: object) -> None:
         assert isinstance(token, int)
         memory[token][:] = bytes([0xEE]) * LENGTH
 
-    joined.near.frame_sent = reuse  # type: ignore[method-assign]
-    for number, payload in enumerate(memory):
-        joined.left.send(header(number), memoryview(payload), number)
-    joined.left.flush()
-    await until(lambda: len(joined.far.payloads) == 8)
-    assert sorted(p[0] for p in joined.far.payloads) == [0, 0, 1, 1, 2, 2, 3, 3]
-    await joined.end()
+    async with pair(plan) as joined:
+        joined.at_near.frame_sent = reuse  # type: ignore[method-assign]
+        for number, payload in enumerate(memory):
+            joined.near.send(header(LENGTH, number), memoryview(payload), number)
+        joined.near.flush()
+        await joined.at_far.received(8)
+        expected = [(n, bytes([n]) * LENGTH) for n in (0, 0, 1, 1, 2, 2, 3, 3)]
+        assert sorted(joined.at_far.frames) == expected
 
 
 async def test_stall() -> None:
-    joined = await pair(FaultPlan(seed=0, stall=1.0, stall_after=2))
-    joined.send(5)
-    await until(lambda: len(joined.near.sent) == 2)
-    joined.left.close()
-    await turns()
-    assert joined.far.numbers == [0, 1]
-    assert joined.left.queued_bytes == 3 * (HEADER_BYTES + LENGTH)
-    # Neither a close nor an abort gets through; each side can still abort its own.
-    joined.left.abort()
-    await until(lambda: joined.near.closed)
-    assert not joined.far.closed
-    joined.right.abort()
-    await until(lambda: joined.far.closed)
-    await joined.end()
+    async with pair(FaultPlan(seed=0, stall=1.0, stall_after=2)) as joined:
+        send(joined, 5)
+        await until(lambda: len(joined.at_near.sent) == 2)
+        joined.near.close()
+        await turns(10)
+        assert joined.at_far.numbers == [0, 1]
+        assert joined.near.queued_bytes == 3 * (HEADER_BYTES + LENGTH)
+        # Neither a close nor an abort gets through; each side can still abort its own.
+        joined.near.abort()
+        await until(lambda: joined.at_near.closed)
+        assert not joined.at_far.closed
+        joined.far.abort()
+        await until(lambda: joined.at_far.closed)
 
 
 async def test_kill() -> None:
-    joined = await pair(FaultPlan(seed=0, kill=1.0, kill_after=3))
-    joined.send(5)
-    await until(lambda: joined.near.closed and joined.far.closed)
-    assert joined.far.numbers == [0, 1, 2]
-    for ear in (joined.near, joined.far):
-        assert isinstance(ear.closed[0], ConnectionLost)
-    assert joined.left.queued_bytes == 0
-    await joined.end()
+    async with pair(FaultPlan(seed=0, kill=1.0, kill_after=3)) as joined:
+        send(joined, 5)
+        await until(lambda: joined.at_near.closed and joined.at_far.closed)
+        assert joined.at_far.numbers == [0, 1, 2]
+        for recorder in (joined.at_near, joined.at_far):
+            assert isinstance(recorder.closed[0], ConnectionLost)
+        assert joined.near.queued_bytes == 0
 
 
 async def test_a_payload_that_is_not_awaited_yet_waits_though_the_lane_is_flushed() -> (

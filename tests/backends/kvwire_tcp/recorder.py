@@ -7,11 +7,11 @@ import contextlib
 import socket
 import struct
 from collections.abc import AsyncIterator, Iterator
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
-from kvwire.backend import Landing, Link, LinkHandler, Payload
+from kvwire.backend import Backend, Landing, Link, LinkHandler, Payload
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import HEADER_BYTES
 from kvwire.memory.copy import address_of
@@ -96,10 +96,19 @@ class Recorder(Told, LinkHandler):
         self._note("header_received")
         assert header.readonly
         assert len(header) == HEADER_BYTES
-        length, number, kind = _HEADER.unpack(header)
-        landing = (Brought if kind == BRING else Body)(length, number, kind)
+        landing = self.body_of(header)
         self.landings.append(landing)
         return landing
+
+    def body_of(self, header: memoryview) -> Body:
+        """Where a header has the payload go."""
+        length, number, kind = _HEADER.unpack(header)
+        return (Brought if kind == BRING else Body)(length, number, kind)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those of the frames that were received."""
+        return [number for number, _ in self.frames]
 
     @property
     def headers(self) -> int:
@@ -140,10 +149,13 @@ class Recorder(Told, LinkHandler):
         super()._note(callback)
 
 
-class Pair:
+AnyLink = TypeVar("AnyLink", bound=Link)
+
+
+class Pair(Generic[AnyLink]):
     """Two links that lead to each other, and what each was told."""
 
-    def __init__(self, near: TcpLink, far: TcpLink) -> None:
+    def __init__(self, near: AnyLink, far: AnyLink) -> None:
         self.near, self.far = near, far
         self.at_near, self.at_far = Recorder(), Recorder()
         near.start(self.at_near)
@@ -151,17 +163,26 @@ class Pair:
 
 
 @contextlib.asynccontextmanager
-async def linked() -> AsyncIterator[Pair]:
-    """A pair over loopback; aborted at the end, with one ``link_closed`` for each."""
+async def linked() -> AsyncIterator[Pair[TcpLink]]:
+    """A pair over loopback."""
     backend = TcpBackend()
+    async with linked_by(backend, backend, ANYWHERE, TcpLink) as pair:
+        yield pair
+
+
+@contextlib.asynccontextmanager
+async def linked_by(
+    connecting: Backend, accepting: Backend, address: Address, kind: type[AnyLink]
+) -> AsyncIterator[Pair[AnyLink]]:
+    """A pair; aborted at the end, with one ``link_closed`` for each."""
     accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
-    listener = await backend.listen(ANYWHERE, accepted.set_result)
+    listener = await accepting.listen(address, accepted.set_result)
     try:
-        near, far = await backend.connect(listener.address), await accepted
+        near, far = await connecting.connect(listener.address), await accepted
     finally:
         await listener.close()
-    assert isinstance(near, TcpLink)
-    assert isinstance(far, TcpLink)
+    assert isinstance(near, kind)
+    assert isinstance(far, kind)
     pair = Pair(near, far)
     try:
         yield pair
