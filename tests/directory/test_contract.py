@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from kvwire.directory import Change, ChangeKind, Directory, Record, open_directory
 from kvwire.directory.limits import RECORD_BYTES_MAX
 from kvwire.directory.record import MEMBER_LEASE_S_MIN
+from tests.support.cases import each
 from tests.support.scopes import in_scope
 from tests.support.servers import nats_server, ray_cluster, redis_server
 
@@ -254,26 +255,26 @@ async def test_many(members: Members) -> None:
         await directory.erase(record.key)
 
 
-_BAD: Final[dict[str, bytes]] = {
-    "empty": b"{}",
-    "no-json": b"\x00\xff not json",
-    "a-list": b"[1, 2]",
-    "deep": b"[" * (RECORD_BYTES_MAX - 1),
-    "no-name": b'{"address": "127.0.0.1:1"}',
-    "no-port": b'{"name": "x", "address": "127.0.0.1"}',
-    "control-characters": b'{"name": "\\u001b[2J", "address": "127.0.0.1:1"}',
-    "another-key": b'{"name": "x", "address": "127.0.0.1:1", "incarnation": "'
-    + b"0" * 32
-    + b'"}',
-    "huge-load": b'{"name": "x", "address": "127.0.0.1:1", "load": 1e999}',
-    "endless-lease": b'{"name": "x", "address": "127.0.0.1:1", "lease_s": 1e9}',
-    "too-long": b'{"name": "x", "address": "127.0.0.1:1", "more": "'
-    + b"x" * RECORD_BYTES_MAX
-    + b'"}',
-}
-
-
-@pytest.mark.parametrize("value", _BAD.values(), ids=_BAD)
+@each(
+    "value",
+    {
+        "empty": b"{}",
+        "no-json": b"\x00\xff not json",
+        "a-list": b"[1, 2]",
+        "deep": b"[" * (RECORD_BYTES_MAX - 1),
+        "no-name": b'{"address": "127.0.0.1:1"}',
+        "no-port": b'{"name": "x", "address": "127.0.0.1"}',
+        "control-characters": b'{"name": "\\u001b[2J", "address": "127.0.0.1:1"}',
+        "another-key": b'{"name": "x", "address": "127.0.0.1:1", "incarnation": "'
+        + b"0" * 32
+        + b'"}',
+        "huge-load": b'{"name": "x", "address": "127.0.0.1:1", "load": 1e999}',
+        "endless-lease": b'{"name": "x", "address": "127.0.0.1:1", "lease_s": 1e9}',
+        "too-long": b'{"name": "x", "address": "127.0.0.1:1", "more": "'
+        + b"x" * RECORD_BYTES_MAX
+        + b'"}',
+    },
+)
 async def test_what_is_no_record(members: Members, value: bytes) -> None:
     """It is counted, and harms no other."""
     directory, watched = members.directory(), members.directory()

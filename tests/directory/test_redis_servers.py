@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.support import inside
+from tests.support.cases import each
 
 pytest.importorskip("redis", reason="redis is not installed: pip install redis")
 
@@ -458,18 +459,6 @@ def test_a_list_of_hosts_is_for_kinds_that_have_it() -> None:
 
 # --- answers that are none ------------------------------------------------------------
 
-GARBAGE: Final = {
-    "a line of 100 KB": b"+" + b"a" * 100_000 + b"\r\n",
-    "bytes": bytes(range(128, 256)) * 600,
-    "nested arrays": b"*1\r\n" * 100_000,
-    "a length that is no number": b"$abc\r\n",
-    "a negative length": b"$-7\r\n",
-    "a number that is none": b":1e3\r\n",
-    "controls": b"-ERR \x1b[2J\r\n",
-    "HTTP": b"HTTP/1.1 400 Bad Request\r\n\r\n",
-    "nothing": b"",
-}
-
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_server_with_as_many_clients_as_it_takes_is_named(kind: str) -> None:
@@ -485,18 +474,31 @@ async def test_a_server_with_as_many_clients_as_it_takes_is_named(kind: str) -> 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("name", GARBAGE)
-async def test_answers_that_are_no_resp(name: str, first: bool, kind: str) -> None:
+@each(
+    "said",
+    {
+        "a line of 100 KB": b"+" + b"a" * 100_000 + b"\r\n",
+        "bytes": bytes(range(128, 256)) * 600,
+        "nested arrays": b"*1\r\n" * 100_000,
+        "a length that is no number": b"$abc\r\n",
+        "a negative length": b"$-7\r\n",
+        "a number that is none": b":1e3\r\n",
+        "controls": b"-ERR \x1b[2J\r\n",
+        "HTTP": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        "nothing": b"",
+    },
+)
+async def test_answers_that_are_no_resp(said: bytes, first: bool, kind: str) -> None:
     """From the first one on, or once it has shown that it takes writes."""
 
     def answer(command: bytes) -> bytes:
         if first or command not in (b"CLIENT", b"HELLO", b"PING", b"UNLINK"):
-            return GARBAGE[name]
+            return said
         return b":0\r\n" if command == b"UNLINK" else b"+PONG\r\n"
 
     async with answering(answer) as port:
         more = "?timeout=0.3" if kind == "tier" else ""
-        if name == "nothing" and kind == "directory":
+        if not said and kind == "directory":
             pytest.skip("it has no timeout of its own to wait for: 5 s")
         async with used(kind, f"redis://127.0.0.1:{port}{more}") as write:
             why = await write()

@@ -96,23 +96,6 @@ async def test_an_act_that_raises_ends_it_alone(pair: Pair) -> None:
     assert await pair.right.recv(1) == b"right"
 
 
-async def test_messages_after_a_cancel_wait_for_another_receive(pair: Pair) -> None:
-    got: list[memoryview] = []
-
-    def act(message: memoryview) -> bool:
-        got.append(message)
-        return True
-
-    serving = asyncio.create_task(each_message(pair.right, 1, act))
-    await turns(2)
-    serving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await serving
-    await pair.left.send(1, b"later")
-    assert await pair.right.recv(1) == b"later"
-    assert not got
-
-
 async def test_a_cancel_after_a_message_that_had_arrived_before(pair: Pair) -> None:
     """It is acted on while the sink is posted; the next one waits all the same."""
     got: list[memoryview] = []

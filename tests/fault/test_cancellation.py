@@ -26,6 +26,7 @@ from kvwire.types import AccessName
 from kvwire_certify.conformance.rig import open_descriptors
 from tests.directory.records import record
 from tests.support import inside
+from tests.support.cases import each
 from tests.support.pairs import Pair, communicators, connected, until
 from tests.support.scopes import in_scope
 
@@ -145,32 +146,15 @@ class Scene:
         return self.beside(received, end.close())
 
 
-COROUTINES: dict[str, Callable[[Scene], Awaitable[Any]]] = {
-    "listen": lambda s: s.near.listen("localhost:0"),
-    "connect": Scene.connect,
-    "accept": lambda s: s.beside(s.connect(), s.far.accept()),
-    "iterate": lambda s: s.beside(s.connect(), anext(s.far.connections())),
-    "send": lambda s: s.beside(s.right.recv(1), s.left.send(1, LARGE)),
-    "receive": lambda s: s.beside(s.left.send(1, LARGE), s.right.recv(1)),
-    "receive into": lambda s: s.beside(
-        s.left.send(1, b"small"), s.right.recv(1, bytearray(5))
-    ),
-    "put": lambda s: s.left.put(LARGE, s.region("write").grant(s.right)),
-    "get": lambda s: s.left.get(s.region("read").grant(s.right), bytearray(len(LARGE))),
-    "released": Scene.released,
-    "close a region": Scene.close_region,
-    "close a connection": lambda s: s.close(s.left),
-    "wait_closed": lambda s: s.beside(s.right.close(), s.left.wait_closed()),
-    "close a communicator": lambda s: s.close(s.near),
-}
+Call = Callable[[Scene], Awaitable[Any]]
 
 
-async def interrupt(name: str, at: int, how: How, *, death: bool) -> bool:
+async def interrupt(call: Call, at: int, how: How, *, death: bool) -> bool:
     """One case; False if the coroutine has no such suspension."""
     async with connected(close_timeout_s=0.5) as pair:
         scene = Scene(pair)
         peer_dies = pair.far.abort if death else None
-        interrupted = Interrupted(COROUTINES[name](scene), at, how, also=peer_dies)
+        interrupted = Interrupted(call(scene), at, how, also=peer_dies)
         task = asyncio.create_task(interrupted.run())
         await asyncio.wait([task])
         if not interrupted.hit:
@@ -198,12 +182,34 @@ async def expect_usable_or_closed(pair: Pair) -> None:
             await end.wait_closed()
 
 
-@pytest.mark.parametrize("name", COROUTINES)
+@each(
+    "call",
+    {
+        "listen": lambda s: s.near.listen("localhost:0"),
+        "connect": Scene.connect,
+        "accept": lambda s: s.beside(s.connect(), s.far.accept()),
+        "iterate": lambda s: s.beside(s.connect(), anext(s.far.connections())),
+        "send": lambda s: s.beside(s.right.recv(1), s.left.send(1, LARGE)),
+        "receive": lambda s: s.beside(s.left.send(1, LARGE), s.right.recv(1)),
+        "receive into": lambda s: s.beside(
+            s.left.send(1, b"small"), s.right.recv(1, bytearray(5))
+        ),
+        "put": lambda s: s.left.put(LARGE, s.region("write").grant(s.right)),
+        "get": lambda s: s.left.get(
+            s.region("read").grant(s.right), bytearray(len(LARGE))
+        ),
+        "released": Scene.released,
+        "close a region": Scene.close_region,
+        "close a connection": lambda s: s.close(s.left),
+        "wait_closed": lambda s: s.beside(s.right.close(), s.left.wait_closed()),
+        "close a communicator": lambda s: s.close(s.near),
+    },
+)
 @pytest.mark.parametrize("how", [*How, None])
-async def test_every_suspension(name: str, how: How | None) -> None:
+async def test_every_suspension(call: Call, how: How | None) -> None:
     """In every way, and the peer dies at the same moment."""
     for at in range(SUSPENSIONS_MAX):
-        if not await interrupt(name, at, how or How.CANCEL, death=how is None):
+        if not await interrupt(call, at, how or How.CANCEL, death=how is None):
             break
     else:
         pytest.fail("the sweep did not reach the end of the coroutine")
@@ -258,16 +264,16 @@ async def _watched(folder: Path) -> None:
         await run_to_completion(directory.close())
 
 
-USES: dict[str, Callable[[Path], Awaitable[None]]] = {
-    "announced": _announced,
-    "connected": _connected,
-    "dialled": _dialled,
-    "served": _served,
-    "watched": _watched,
-}
-
-
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@each(
+    "use",
+    {
+        "announced": _announced,
+        "connected": _connected,
+        "dialled": _dialled,
+        "served": _served,
+        "watched": _watched,
+    },
+)
 async def test_whatever_was_open_is_closed(
     use: Callable[[Path], Awaitable[None]], tmp_path: Path
 ) -> None:

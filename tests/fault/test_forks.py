@@ -21,6 +21,7 @@ import pytest
 
 import kvwire
 from kvwire_store import BlockStore
+from tests.support.cases import each
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork"), reason="this system has no fork"
@@ -124,12 +125,6 @@ async def test_a_child_keeps_nothing_of_a_parent_that_was_killed(
                 os.kill(child, signal.SIGKILL)
 
 
-ENDS = {
-    "sys.exit": "sys.exit(0)",
-    "os._exit": "os._exit(0)",
-    "an error": "raise SystemExit(0) from ValueError()",
-    "collected": "import gc; a = b = c = taken = None; gc.collect(); sys.exit(0)",
-}
 ENGINES = """
 with kvwire.Engine(name="a") as a, kvwire.Engine(name="b") as b:
     c = b.connect("localhost:%d" % a.listen("127.0.0.1:0").port)
@@ -187,7 +182,15 @@ def _check_ends_well(program: str) -> None:
     assert (said.strip(), complaints) == (str([0] * 5) + " after the forks", "")
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+@each(
+    "end",
+    {
+        "sys.exit": "sys.exit(0)",
+        "os._exit": "os._exit(0)",
+        "an error": "raise SystemExit(0) from ValueError()",
+        "collected": "import gc; a = b = c = taken = None; gc.collect(); sys.exit(0)",
+    },
+)
 def test_a_child_of_engines_ends_well(end: str) -> None:
     """In the way of its kind, and nothing of its parent's is harmed."""
     _check_ends_well(ENGINES.replace("END", end))

@@ -30,6 +30,7 @@ from tests.protocol.world import (
     world,
 )
 from tests.support import inside
+from tests.support.cases import each
 
 REQUEST = 1
 BEYOND = 2**31 - 1
@@ -135,60 +136,66 @@ async def expect_fine(w: World) -> None:
 COMMITTED = say(raw.COMMIT, 1, True)
 WHOLE, LAST = whole(), whole(commit=1)
 LANDS = {layer, WHOLE, LAST}
-PRODUCERS: dict[str, tuple[str, *tuple[Lie, ...]]] = {
-    "a group that there is not": ("KVW-TR-09", mark(box=(1, 0, 1, 0, 1))),
-    "a layer beyond": ("KVW-TR-09", mark(box=(0, 2, 1, 0, 1))),
-    "layers beyond": ("KVW-TR-09", mark(box=(0, 1, BEYOND, 0, 1))),
-    "a granule beyond": ("KVW-TR-09", mark(box=(0, 0, 1, BEYOND, 1))),
-    "granules beyond": ("KVW-TR-09", mark(box=(0, 0, 1, 1, BEYOND))),
-    "no layers": ("KVW-CT-01", mark(box=(0, 0, 0, 0, 1), nbytes=0)),
-    "no granules": ("KVW-CT-01", mark(box=(0, 0, 1, 0, 0), nbytes=0)),
-    "a byte more": ("KVW-TR-09", mark(more=1)),
-    "a byte less": ("KVW-TR-09", mark(more=-1)),
-    "no bytes": ("KVW-CT-01", mark(nbytes=0)),
-    "64 GiB": ("KVW-TR-09", mark(nbytes=2**36)),
-    "whole, of another group": ("KVW-TR-09", whole(box=(1, 0, 1, 0, 1))),
-    "whole, of a layer beyond": ("KVW-TR-09", whole(box=(0, 2, 1, 0, 1))),
-    "whole, of granules beyond": ("KVW-TR-09", whole(box=(0, 0, 1, 1, 2**16 - 1))),
-    "whole, of no layers": ("KVW-TR-09", whole(box=(0, 0, 0, 0, 1))),
-    "whole, of no granules": ("KVW-TR-09", whole(box=(0, 0, 1, 0, 0))),
-    "whole, and a byte more": ("KVW-TR-09", whole(more=1)),
-    "whole, and a byte less": ("KVW-TR-09", whole(more=-1)),
-    "whole, out of turn": ("KVW-TR-03", whole(2)),
-    "whole, twice": ("KVW-TR-03", WHOLE, WHOLE),
-    "whole, a box twice": ("KVW-TR-11", WHOLE, whole(2)),
-    "whole, behind the commit": ("KVW-TR-03", mark(), COMMITTED, whole(2)),
-    "whole, behind the last": ("KVW-TR-03", LAST, whole(2)),
-    "whole, and payload of it": ("KVW-TR-07", WHOLE, data()),
-    "a mark out of turn": ("KVW-TR-03", mark(2)),
-    "a mark of number 0": ("KVW-CT-01", mark(0)),
-    "a mark twice": ("KVW-TR-03", mark(), mark()),
-    "a box twice": ("KVW-TR-11", mark(), mark(2)),
-    "payload unmarked": ("KVW-TR-07", data(8)),
-    "payload of another segment": ("KVW-TR-07", mark(), data(8, segment=2)),
-    "payload too long": ("KVW-DT-02", mark(), data(more=1)),
-    "payload too short": ("KVW-DT-02", mark(), data(more=-1)),
-    "payload beside its place": ("KVW-DT-02", mark(), data(8, offset=8)),
-    "payload behind the end": ("KVW-DT-02", mark(), data(8, offset=raw.CHUNK_BYTES)),
-    "a chunk twice": ("KVW-DT-03", layer, data()),
-    "a commit of what was not marked": ("KVW-TR-04", say(raw.COMMIT, 5, True)),
-    "a commit of less": ("KVW-TR-04", mark(), say(raw.COMMIT, 0, True)),
-    "a commit twice": ("KVW-TR-04", mark(), COMMITTED, COMMITTED),
-    "a mark behind the commit": ("KVW-TR-03", mark(), COMMITTED, mark(2)),
-    "done before it is settled": ("KVW-RQ-01", say(raw.FIN, 0)),
-    "done behind the commit": ("KVW-RQ-01", mark(), COMMITTED, say(raw.FIN, 0)),
-    "landed, said by the producer": ("KVW-TR-08", say(raw.SEGMENT_ACK, [1])),
-    "settled, said by the producer": ("KVW-TR-08", say(raw.COMMIT_ACK, [])),
-    "an answer to its own question": ("KVW-RQ-01", describe(raw.AGREE)),
-    "its question again": ("KVW-RQ-02", describe(raw.OPEN, b"sx", False, 0)),
-    "a transfer that never was": ("KVW-RQ-04", say(raw.COMMIT, 0, True, request=3)),
-}
 
 
 @pytest.mark.rule("KVW-TR-09", "breaks")
-@pytest.mark.parametrize("lie", PRODUCERS)
-async def test_a_producer_that_lies(lie: str) -> None:
-    rule, *lies = PRODUCERS[lie]
+@each(
+    "told",
+    {
+        "a group that there is not": ("KVW-TR-09", mark(box=(1, 0, 1, 0, 1))),
+        "a layer beyond": ("KVW-TR-09", mark(box=(0, 2, 1, 0, 1))),
+        "layers beyond": ("KVW-TR-09", mark(box=(0, 1, BEYOND, 0, 1))),
+        "a granule beyond": ("KVW-TR-09", mark(box=(0, 0, 1, BEYOND, 1))),
+        "granules beyond": ("KVW-TR-09", mark(box=(0, 0, 1, 1, BEYOND))),
+        "no layers": ("KVW-CT-01", mark(box=(0, 0, 0, 0, 1), nbytes=0)),
+        "no granules": ("KVW-CT-01", mark(box=(0, 0, 1, 0, 0), nbytes=0)),
+        "a byte more": ("KVW-TR-09", mark(more=1)),
+        "a byte less": ("KVW-TR-09", mark(more=-1)),
+        "no bytes": ("KVW-CT-01", mark(nbytes=0)),
+        "64 GiB": ("KVW-TR-09", mark(nbytes=2**36)),
+        "whole, of another group": ("KVW-TR-09", whole(box=(1, 0, 1, 0, 1))),
+        "whole, of a layer beyond": ("KVW-TR-09", whole(box=(0, 2, 1, 0, 1))),
+        "whole, of granules beyond": ("KVW-TR-09", whole(box=(0, 0, 1, 1, 2**16 - 1))),
+        "whole, of no layers": ("KVW-TR-09", whole(box=(0, 0, 0, 0, 1))),
+        "whole, of no granules": ("KVW-TR-09", whole(box=(0, 0, 1, 0, 0))),
+        "whole, and a byte more": ("KVW-TR-09", whole(more=1)),
+        "whole, and a byte less": ("KVW-TR-09", whole(more=-1)),
+        "whole, out of turn": ("KVW-TR-03", whole(2)),
+        "whole, twice": ("KVW-TR-03", WHOLE, WHOLE),
+        "whole, a box twice": ("KVW-TR-11", WHOLE, whole(2)),
+        "whole, behind the commit": ("KVW-TR-03", mark(), COMMITTED, whole(2)),
+        "whole, behind the last": ("KVW-TR-03", LAST, whole(2)),
+        "whole, and payload of it": ("KVW-TR-07", WHOLE, data()),
+        "a mark out of turn": ("KVW-TR-03", mark(2)),
+        "a mark of number 0": ("KVW-CT-01", mark(0)),
+        "a mark twice": ("KVW-TR-03", mark(), mark()),
+        "a box twice": ("KVW-TR-11", mark(), mark(2)),
+        "payload unmarked": ("KVW-TR-07", data(8)),
+        "payload of another segment": ("KVW-TR-07", mark(), data(8, segment=2)),
+        "payload too long": ("KVW-DT-02", mark(), data(more=1)),
+        "payload too short": ("KVW-DT-02", mark(), data(more=-1)),
+        "payload beside its place": ("KVW-DT-02", mark(), data(8, offset=8)),
+        "payload behind the end": (
+            "KVW-DT-02",
+            mark(),
+            data(8, offset=raw.CHUNK_BYTES),
+        ),
+        "a chunk twice": ("KVW-DT-03", layer, data()),
+        "a commit of what was not marked": ("KVW-TR-04", say(raw.COMMIT, 5, True)),
+        "a commit of less": ("KVW-TR-04", mark(), say(raw.COMMIT, 0, True)),
+        "a commit twice": ("KVW-TR-04", mark(), COMMITTED, COMMITTED),
+        "a mark behind the commit": ("KVW-TR-03", mark(), COMMITTED, mark(2)),
+        "done before it is settled": ("KVW-RQ-01", say(raw.FIN, 0)),
+        "done behind the commit": ("KVW-RQ-01", mark(), COMMITTED, say(raw.FIN, 0)),
+        "landed, said by the producer": ("KVW-TR-08", say(raw.SEGMENT_ACK, [1])),
+        "settled, said by the producer": ("KVW-TR-08", say(raw.COMMIT_ACK, [])),
+        "an answer to its own question": ("KVW-RQ-01", describe(raw.AGREE)),
+        "its question again": ("KVW-RQ-02", describe(raw.OPEN, b"sx", False, 0)),
+        "a transfer that never was": ("KVW-RQ-04", say(raw.COMMIT, 0, True, request=3)),
+    },
+)
+async def test_a_producer_that_lies(told: tuple[str, *tuple[Lie, ...]]) -> None:
+    rule, *lies = told
     async with world(hostile=True, resume=False) as w:
         ours = Ours()
         inc, side = await expected(w, ours, Theirs())
@@ -216,23 +223,24 @@ def expect_only(ours: Ours, layers: int) -> None:
 
 # --- a consumer that lies -------------------------------------------------------------
 
-CONSUMERS: dict[str, tuple[str, Lie]] = {
-    "landed, and nothing was marked": ("KVW-TR-05", say(raw.SEGMENT_ACK, [1])),
-    "landed, of number 0": ("KVW-CT-01", say(raw.SEGMENT_ACK, [0])),
-    "landed far beyond": ("KVW-CT-01", say(raw.SEGMENT_ACK, [BEYOND])),
-    "settled before the commit": ("KVW-TR-06", say(raw.COMMIT_ACK, [])),
-    "damage that cannot be": ("KVW-TR-06", say(raw.COMMIT_ACK, [1, 2])),
-    "a mark, said by the consumer": ("KVW-TR-08", mark()),
-    "a commit, said by the consumer": ("KVW-TR-08", say(raw.COMMIT, 0, True)),
-    "payload for the producer": ("KVW-TR-07", data(8)),
-    "done, said by the consumer": ("KVW-OS-02", say(raw.FIN, 0)),
-    "an answer to its own question": ("KVW-RQ-01", describe(raw.AGREE)),
-}
 
-
-@pytest.mark.parametrize("lie", CONSUMERS)
-async def test_a_consumer_that_lies(lie: str) -> None:
-    rule, tell = CONSUMERS[lie]
+@each(
+    "told",
+    {
+        "landed, and nothing was marked": ("KVW-TR-05", say(raw.SEGMENT_ACK, [1])),
+        "landed, of number 0": ("KVW-CT-01", say(raw.SEGMENT_ACK, [0])),
+        "landed far beyond": ("KVW-CT-01", say(raw.SEGMENT_ACK, [BEYOND])),
+        "settled before the commit": ("KVW-TR-06", say(raw.COMMIT_ACK, [])),
+        "damage that cannot be": ("KVW-TR-06", say(raw.COMMIT_ACK, [1, 2])),
+        "a mark, said by the consumer": ("KVW-TR-08", mark()),
+        "a commit, said by the consumer": ("KVW-TR-08", say(raw.COMMIT, 0, True)),
+        "payload for the producer": ("KVW-TR-07", data(8)),
+        "done, said by the consumer": ("KVW-OS-02", say(raw.FIN, 0)),
+        "an answer to its own question": ("KVW-RQ-01", describe(raw.AGREE)),
+    },
+)
+async def test_a_consumer_that_lies(told: tuple[str, Lie]) -> None:
+    rule, tell = told
     async with world(hostile=True, resume=False) as w:
         ours, theirs = Ours(), Theirs()
         ours.fill()

@@ -32,6 +32,7 @@ from kvwire.wire.header import FrameType
 from tests.fault.stranger import Stranger, answering, dial, expect_ended_by
 from tests.support import inside
 from tests.support.caches import STORED, Filled
+from tests.support.cases import each
 from tests.support.pairs import Pair, connected, until
 
 SOURCE = Filled(seed=1)
@@ -126,19 +127,19 @@ async def test_a_view_of_anything(pair: Pair, geometry: bytes) -> None:
     assert not inside.buffers(pair.far)
 
 
-GETS: dict[str, Forged] = {
-    "beyond the last block": get((SOURCE.blocks,)),
-    "beyond all numbers": get((2**32 - 1,)),
-    "other bytes": get(nbytes=BLOCK_BYTES + 1),
-    "few bytes": get(nbytes=1),
-    "all bytes": get(nbytes=REQUEST_BYTES_MAX),
-    "other groups": get((0, 0), counts=(1, 1)),
-    "more than there are": get((0,), counts=(2**32 - 1,)),
-    "none of a group": get((0,), counts=(1, 0)),
-}
-
-
-@pytest.mark.parametrize("forged", GETS.values(), ids=GETS)
+@each(
+    "forged",
+    {
+        "beyond the last block": get((SOURCE.blocks,)),
+        "beyond all numbers": get((2**32 - 1,)),
+        "other bytes": get(nbytes=BLOCK_BYTES + 1),
+        "few bytes": get(nbytes=1),
+        "all bytes": get(nbytes=REQUEST_BYTES_MAX),
+        "other groups": get((0, 0), counts=(1, 1)),
+        "more than there are": get((0,), counts=(2**32 - 1,)),
+        "none of a group": get((0,), counts=(1, 0)),
+    },
+)
 async def test_a_get_of_what_is_not_there(pair: Pair, forged: Forged) -> None:
     """Its connection ends by the rule."""
     async with dial(pair.address) as stranger:

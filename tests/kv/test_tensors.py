@@ -19,6 +19,7 @@ from kvwire.kv.spec import DType, KVSpec
 from kvwire.kv.tensors import tensor_view
 from kvwire.types import Device, MemoryKind
 from tests.kv.tensors import torch_like
+from tests.support.cases import each
 
 
 def test_a_tensor_in_place() -> None:
@@ -81,29 +82,35 @@ def test_a_masked_cuda_array_is_refused() -> None:
 
 
 OTHER_ORDER = "<f4" if sys.byteorder == "big" else ">f4"
+
+
 # Each looks like elements of the spec's type, and its memory holds something else.
-NOT_ITS_VALUES: dict[str, tuple[Any, DType, str]] = {
-    "byte order": (np.zeros(3, OTHER_ORDER), "float32", "the opposite byte"),
-    "raw, byte order": (
-        np.zeros(3, OTHER_ORDER.replace("f4", "u2")),
-        "bfloat16",
-        "order",
-    ),
-    "mask": (np.ma.array(np.zeros(3, np.float32), mask=True), "float32", "masked"),
-    "fields": (np.zeros(3, [("a", "u1"), ("b", "i1")]), "bfloat16", "has fields"),
-    "fields, byte order": (np.zeros(3, [("a", OTHER_ORDER)]), "float32", "has fields"),
-    "records": (np.rec.array([(1,)], [("a", "<f4")]), "float32", "has fields"),
-    "objects": (np.zeros(3, object), "float32", "dtype is object"),
-    "GPU, byte order": (CudaArray(typestr=OTHER_ORDER), "float32", "opposite byte"),
-    "GPU, fields": (
-        CudaArray(typestr="|V2", descr=[("a", "|u1"), ("b", "|i1")]),
-        "bfloat16",
-        "has fields",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", NOT_ITS_VALUES.values(), ids=NOT_ITS_VALUES)
+@each(
+    "case",
+    {
+        "byte order": (np.zeros(3, OTHER_ORDER), "float32", "the opposite byte"),
+        "raw, byte order": (
+            np.zeros(3, OTHER_ORDER.replace("f4", "u2")),
+            "bfloat16",
+            "order",
+        ),
+        "mask": (np.ma.array(np.zeros(3, np.float32), mask=True), "float32", "masked"),
+        "fields": (np.zeros(3, [("a", "u1"), ("b", "i1")]), "bfloat16", "has fields"),
+        "fields, byte order": (
+            np.zeros(3, [("a", OTHER_ORDER)]),
+            "float32",
+            "has fields",
+        ),
+        "records": (np.rec.array([(1,)], [("a", "<f4")]), "float32", "has fields"),
+        "objects": (np.zeros(3, object), "float32", "dtype is object"),
+        "GPU, byte order": (CudaArray(typestr=OTHER_ORDER), "float32", "opposite byte"),
+        "GPU, fields": (
+            CudaArray(typestr="|V2", descr=[("a", "|u1"), ("b", "|i1")]),
+            "bfloat16",
+            "has fields",
+        ),
+    },
+)
 def test_memory_that_is_not_its_values_is_refused(case: tuple[Any, DType, str]) -> None:
     tensor, dtype, said = case
     with pytest.raises(UsageError, match=f"^t: .*{said}"):

@@ -16,6 +16,7 @@ from kvwire.errors import UsageError
 from kvwire.kv.fragments import Fragments
 from kvwire.memory.buffers import as_payload, slice_payload, uncleared
 from kvwire.memory.copy import as_fragments
+from tests.support.cases import each
 
 
 def view_of(buffer: Any, *, writable: bool = True) -> memoryview:
@@ -33,26 +34,26 @@ class Node(ctypes.Structure):
     _fields_ = (("number", ctypes.c_int32), ("next", ctypes.c_void_p))
 
 
-WRITABLE: dict[str, tuple[Any, int]] = {
-    "bytearray": (bytearray(24), 24),
-    "view": (memoryview(bytearray(24)), 24),
-    "typed view": (memoryview(bytearray(24)).cast("d"), 24),
-    "2-D view": (memoryview(bytearray(24)).cast("H", (3, 4)), 24),
-    "array.array": (array.array("q", [1, 2, 3]), 24),
-    "float32": (np.zeros((2, 3), np.float32), 24),
-    "0-D": (np.zeros((), np.float64), 8),
-    "big endian": (np.zeros(3, ">u8"), 24),
-    "half": (np.zeros((3, 4), np.float16), 24),
-    "time": (np.zeros(3, "datetime64[s]"), 24),
-    "records": (np.zeros(3, [("a", "u4"), ("b", "f4")]), 24),
-    "ctypes array": ((ctypes.c_int64 * 3)(), 24),
-    "ctypes chars": ((ctypes.c_char * 24)(), 24),
-    "ctypes structures": ((Pair * 3)(), 24),
-    "complex": (np.zeros(3, np.complex64), 24),
-}
-
-
-@pytest.mark.parametrize("buffer", WRITABLE.values(), ids=WRITABLE)
+@each(
+    "buffer",
+    {
+        "bytearray": (bytearray(24), 24),
+        "view": (memoryview(bytearray(24)), 24),
+        "typed view": (memoryview(bytearray(24)).cast("d"), 24),
+        "2-D view": (memoryview(bytearray(24)).cast("H", (3, 4)), 24),
+        "array.array": (array.array("q", [1, 2, 3]), 24),
+        "float32": (np.zeros((2, 3), np.float32), 24),
+        "0-D": (np.zeros((), np.float64), 8),
+        "big endian": (np.zeros(3, ">u8"), 24),
+        "half": (np.zeros((3, 4), np.float16), 24),
+        "time": (np.zeros(3, "datetime64[s]"), 24),
+        "records": (np.zeros(3, [("a", "u4"), ("b", "f4")]), 24),
+        "ctypes array": ((ctypes.c_int64 * 3)(), 24),
+        "ctypes chars": ((ctypes.c_char * 24)(), 24),
+        "ctypes structures": ((Pair * 3)(), 24),
+        "complex": (np.zeros(3, np.complex64), 24),
+    },
+)
 def test_writable_memory(buffer: tuple[Any, int]) -> None:
     memory, nbytes = buffer
     view = view_of(memory)
@@ -62,15 +63,15 @@ def test_writable_memory(buffer: tuple[Any, int]) -> None:
     assert (there or memory.tobytes())[:: nbytes - 1] == b"\xa5\x5a"
 
 
-EMPTY: dict[str, Any] = {
-    "bytes": b"",
-    "bytearray": bytearray(),
-    "array": np.zeros((4, 0, 2), np.float32),
-    "view": memoryview(np.zeros((0, 3), np.int16)),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("buffer", EMPTY.values(), ids=EMPTY)
+@each(
+    "buffer",
+    {
+        "bytes": b"",
+        "bytearray": bytearray(),
+        "array": np.zeros((4, 0, 2), np.float32),
+        "view": memoryview(np.zeros((0, 3), np.int16)),  # type: ignore[arg-type]
+    },
+)
 def test_no_bytes(buffer: Any) -> None:
     view = view_of(buffer, writable=False)
     assert (view.format, view.ndim, view.nbytes) == ("B", 1, 0)
@@ -99,30 +100,30 @@ def test_read_only_memory_is_good_for_sending_only() -> None:
         as_payload(fragments, writable=True)
 
 
-STRIDED: dict[str, Any] = {
-    "array": np.zeros((4, 4))[:, ::2],
-    "transposed": np.zeros((4, 3)).T,
-    "view": memoryview(bytearray(10))[::2],
-}
-
-
-@pytest.mark.parametrize("buffer", STRIDED.values(), ids=STRIDED)
+@each(
+    "buffer",
+    {
+        "array": np.zeros((4, 4))[:, ::2],
+        "transposed": np.zeros((4, 3)).T,
+        "view": memoryview(bytearray(10))[::2],
+    },
+)
 def test_strided_memory_is_refused(buffer: Any) -> None:
     with pytest.raises(UsageError, match=r"not C-contiguous.*strides"):
         as_payload(buffer, writable=False)
 
 
-POINTERS: dict[str, Any] = {
-    "objects": np.array([None, 1], object),
-    "records": np.zeros(2, [("a", "O"), ("b", "u4")]),
-    "view": memoryview(np.array([None, 1], object)),  # type: ignore[arg-type]
-    "ctypes objects": (ctypes.py_object * 2)(),
-    "ctypes strings": (ctypes.c_char_p * 2)(),
-    "ctypes structure": Node(),
-}
-
-
-@pytest.mark.parametrize("buffer", POINTERS.values(), ids=POINTERS)
+@each(
+    "buffer",
+    {
+        "objects": np.array([None, 1], object),
+        "records": np.zeros(2, [("a", "O"), ("b", "u4")]),
+        "view": memoryview(np.array([None, 1], object)),  # type: ignore[arg-type]
+        "ctypes objects": (ctypes.py_object * 2)(),
+        "ctypes strings": (ctypes.c_char_p * 2)(),
+        "ctypes structure": Node(),
+    },
+)
 def test_pointers_are_refused(buffer: Any) -> None:
     with pytest.raises(UsageError, match="holds pointers"):
         as_payload(buffer, writable=True)

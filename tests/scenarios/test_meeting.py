@@ -13,6 +13,7 @@ from kvwire.limits import MIB
 from kvwire.wire.header import Flag, FrameType, encode_header
 from tests.fault.stranger import dial
 from tests.support.caches import BLOCKS, SPEC, same
+from tests.support.cases import each
 from tests.support.world import DEST, LIST, World, scenario
 
 
@@ -62,27 +63,27 @@ async def test_r36_the_decode_pool_is_full(w: World) -> None:
     assert (await first).complete
 
 
-GARBAGE = {
-    "no header of kvwire": b"GET / HTTP/1.1\r\nHost: kvwire\r\n\r\n",
-    "a damaged header": b"\x01" + bytes(31),
-    "16 MiB before the handshake": encode_header(
-        FrameType.DATA, Flag.CHECKED, 0, 16 * MIB, 1
-    ),
-    "64 KiB before the handshake": encode_header(
-        FrameType.OPEN, Flag.CHECKED, 0, 65_536, 1
-    ),
-    "a HELLO of zeros": encode_header(FrameType.HELLO, Flag.CHECKED, 0, 224)
-    + bytes(224),
-}
-
-
-@pytest.mark.parametrize("what", GARBAGE)
+@each(
+    "said",
+    {
+        "no header of kvwire": b"GET / HTTP/1.1\r\nHost: kvwire\r\n\r\n",
+        "a damaged header": b"\x01" + bytes(31),
+        "16 MiB before the handshake": encode_header(
+            FrameType.DATA, Flag.CHECKED, 0, 16 * MIB, 1
+        ),
+        "64 KiB before the handshake": encode_header(
+            FrameType.OPEN, Flag.CHECKED, 0, 65_536, 1
+        ),
+        "a HELLO of zeros": encode_header(FrameType.HELLO, Flag.CHECKED, 0, 224)
+        + bytes(224),
+    },
+)
 @scenario("tcp")
-async def test_r43_what_is_no_handshake_costs_nothing(w: World, what: str) -> None:
+async def test_r43_what_is_no_handshake_costs_nothing(w: World, said: bytes) -> None:
     async with dial(w.address, shake=False) as stranger:
         tracemalloc.start()
         try:
-            await stranger.say(GARBAGE[what])
+            await stranger.say(said)
             await stranger.expect_gone()
             _, peak = tracemalloc.get_traced_memory()
         finally:
