@@ -227,8 +227,6 @@ async def test_a_transfer_that_is_aborted(pair: Pair, made: Buffers) -> None:
 
 
 class Together(TransferLog):
-    """Aborts a transfer when another one ends."""
-
     def __init__(self, transfer: kvwire.Incoming) -> None:
         self._transfer = transfer
 
@@ -238,7 +236,7 @@ class Together(TransferLog):
 
 @expect_freed
 async def test_a_transfer_that_an_observer_aborts(pair: Pair, made: Buffers) -> None:
-    """It is called while the connection handles the end of another transfer."""
+    """It is called while the connection handles the end of another one, and aborts."""
     one, other = (pair.far.publish(name, made.cache(), range(8)) for name in "ab")
     ended, aborted = (pair.left.pull(name, made.cache(), range(8)) for name in "ab")
     other.ready(layers=0)
