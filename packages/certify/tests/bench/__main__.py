@@ -21,8 +21,7 @@ from kvwire.limits import MIB
 from kvwire_certify.bench import command
 from kvwire_certify.bench.command import COMMON, TCP, Common, Mebibytes, Shapes, within
 from kvwire_certify.bench.turns import Findings
-from packages.certify.tests.bench import counts as counting
-from packages.certify.tests.bench import iperf3
+from packages.certify.tests.bench import counting, iperf3
 from packages.certify.tests.bench.peer import (
     ALL_PEERS,
     INSTALL,

@@ -11,7 +11,7 @@ import pytest
 from kvwire.memory import pieces
 from kvwire_certify.bench.command import operations
 from kvwire_certify.bench.work import ARENA, GET
-from packages.certify.tests.bench.counts import count
+from packages.certify.tests.bench.counting import count
 
 # Python calls and frames of an operation, both sides, over tcp and with Python 3.11:
 # others inline other calls. With a compiled copy.
