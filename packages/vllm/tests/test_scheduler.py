@@ -335,7 +335,7 @@ def test_prefill_leaves_the_last_token_to_decode() -> None:
     scheduler, request = hybrid(), Request("r", TOKENS, dict(SENDS))
     scheduler.begun(request)
     assert (request.num_prompt_tokens, request.prompt_token_ids) == (9, TOKENS[:9])
-    assert request._all_token_ids == TOKENS[:9]
+    assert request.all_token_ids == TOKENS[:9]
     alone = Request("q", TOKENS)
     scheduler.begun(alone)
     assert alone.num_prompt_tokens == 10

@@ -5,29 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvwire.kv.hashing import HashScheme
 from kvwire_vllm.store.scheduler import StoreScheduler
-from packages.vllm.tests.support import fakes
-from packages.vllm.tests.support.fakes import BLOCK_TOKENS, Cached, New, Output
+from packages.vllm.tests.support.fakes import (
+    BLOCK_TOKENS,
+    Cached,
+    New,
+    Output,
+    Request,
+)
 
 TOKENS = list(range(100, 110))  # two blocks and a half
-
-
-@dataclass
-class Request(fakes.Request):
-    """A request, with what it has generated."""
-
-    lora_request: Any = None
-
-    @property
-    def all_token_ids(self) -> Sequence[int]:
-        return self._all_token_ids
 
 
 class Store:
@@ -143,7 +135,7 @@ def test_answers_are_saved_once_their_tokens_are_known() -> None:
     # Scheduled ahead of the token that the last step has generated.
     later = Cached(["r"], [None], [11])
     assert side.step(Output({"r": 1}, scheduled_cached_reqs=later)).saves == []
-    request._all_token_ids += [1, 2]
+    request.all_token_ids += [1, 2]
     # An earlier pass has written it, so its save need not wait for this one.
     later = Cached(["r"], [([4],)], [12])
     step = side.step(Output({"r": 1}, scheduled_cached_reqs=later))
@@ -219,7 +211,7 @@ def test_what_is_saved_ends_with_the_tokens_that_have_names() -> None:
     side, request, _ = matched(TOKENS, 0)
     side.allocated(request, [[7, 8, 9]], 0)
     assert side.step(first([7, 8, 9], 0, 10)).saves
-    request._all_token_ids += [1, -1, 3]
+    request.all_token_ids += [1, -1, 3]
     for computed in (10, 11):
         later = Cached(["r"], [None], [computed])
         output = Output({"r": 13 - computed}, scheduled_cached_reqs=later)

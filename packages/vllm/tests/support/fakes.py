@@ -60,9 +60,11 @@ class Request:
     trace_headers: dict[str, str] | None = None
     prompt_embeds: object = None
     num_computed_tokens: int = 1  # 0 once vLLM has preempted it
+    lora_request: Any = None
 
     def __post_init__(self) -> None:
-        self._all_token_ids = list(self.prompt_token_ids)
+        self.all_token_ids = list(self.prompt_token_ids)
+        self._all_token_ids = self.all_token_ids  # vLLM's own list behind that
         self.num_prompt_tokens = len(self.prompt_token_ids)
 
 

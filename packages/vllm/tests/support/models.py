@@ -20,14 +20,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     **{kind: {} for kind in ("gqa", "gemma", "by layer", "chunks", "conv", "mamba")},
     # Beside "gqa" as its draft model: other heads.
     "draft": {"num_key_value_heads": 4, "head_dim": 64},
-    # A prompt of 1,024 tokens takes long enough to be measured.
-    "wide": {
-        "num_attention_heads": 8,
-        "num_hidden_layers": 8,
-        "hidden_size": 256,
-        "intermediate_size": 1024,
-        "initializer_range": 0.1,
-    },
     "mha": {"num_key_value_heads": 4},
     # Every second layer sees a window only.
     "window": {"num_key_value_heads": 1},
