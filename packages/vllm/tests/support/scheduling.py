@@ -13,7 +13,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +58,6 @@ def next_token(tokens: list[int]) -> int:
     return 5 + kv_of(tokens)[-1] % 400
 
 
-@dataclass
-class _Running:
-    """A request as the worker knows it."""
-
-    tokens: list[int]
-    blocks: list[int]
-
-
 class Rig:
     """One engine without its model. With ``ahead`` it schedules before it has run."""
 
@@ -108,9 +99,11 @@ class Rig:
             log_stats=True,
         )
         self._cache = np.full((blocks, BLOCK_TOKENS), _NOTHING, np.int64)
-        self._running: dict[str, _Running] = {}
+        # Tokens and blocks of each request, as the worker knows it.
+        self._running: dict[str, tuple[list[int], list[int]]] = {}
         self._scheduled: deque[Any] = deque()
-        self._own: dict[str, Asked] = {}
+        # The requests to the engine's own server that it has now, by their names.
+        self.own: dict[str, Asked] = {}
         self._landed: set[str] = set()
         self._transfers: dict[str, LoadPrompt] = {}
         self._lost: dict[str, Collection[int]] = {}
@@ -131,14 +124,10 @@ class Rig:
             Request(name, tokens, sampling, None, block_hasher=self._hasher)
         )
 
-    def fetch(self, name: str, tokens: list[int], answer: int = 3) -> None:
+    def fetch(self, name: str, tokens: list[int]) -> None:
         """Add a request whose KV another engine has."""
-        self.add(
-            *(name, tokens, answer),
-            do_remote_prefill=True,
-            transfer_id=name,
-            remote=["127.0.0.1:1"],
-        )
+        there: Any = {"transfer_id": name, "remote": ["127.0.0.1:1"]}
+        self.add(name, tokens, do_remote_prefill=True, **there)
 
     def land(self, name: str, lost: Collection[int] = ()) -> None:
         """Let the transfer of a request be over, without some blocks of its prompt."""
@@ -154,8 +143,8 @@ class Rig:
 
     def hang_up(self) -> None:
         """Answer what was asked of the own server and is not known any more."""
-        for name in self._own.keys() - self.scheduler.requests.keys():
-            self._own.pop(name).done.set()
+        for name in self.own.keys() - self.scheduler.requests.keys():
+            self.own.pop(name).done.set()
 
     def close_server(self) -> None:
         self._server.socket.close()
@@ -176,7 +165,7 @@ class Rig:
     @property
     def idle(self) -> bool:
         """Whether no request is left, and none of the blocks is in use."""
-        if self.scheduler.requests or self._own or not self._server.asked.empty():
+        if self.scheduler.requests or self.own or not self._server.asked.empty():
             return False
         pool = self.scheduler.kv_cache_manager.block_pool
         return bool(pool.get_num_free_blocks() == self.blocks - 1)
@@ -187,16 +176,6 @@ class Rig:
             request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         )
 
-    @property
-    def own(self) -> list[str]:
-        """The requests to the engine's own server that it has now."""
-        return [*self._own]
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether the client of one of these is gone."""
-        return any(asked.gone for asked in self._own.values())
-
     # --- inside -----------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -205,15 +184,15 @@ class Rig:
                 asked = self._server.asked.get(timeout=0.001 if self._landed else 0)
                 self.asked += 1
                 name = f"own-{self.asked}"
-                self._own[name] = asked
+                self.own[name] = asked
                 body = asked.body
                 tokens = self.swap_next or body["prompt"]
                 self.swap_next = None
                 self.add(name, tokens, 1, **body["kv_transfer_params"])
-        for name, asked in [*self._own.items()]:
+        for name, asked in [*self.own.items()]:
             if asked.gone:
                 self.abort(name)
-                del self._own[name]
+                del self.own[name]
 
     def _run(self, output: Any) -> None:
         step = output.kv_connector_metadata.step
@@ -237,43 +216,36 @@ class Rig:
             for one in outputs.outputs:
                 self.answers[one.request_id] += one.new_token_ids
                 if one.finish_reason is not None:
-                    own = self._own.pop(one.request_id, None)
+                    own = self.own.pop(one.request_id, None)
                     if own is not None:
                         own.done.set()
 
     def _forward(self, output: Any) -> dict[str, list[int]]:
         for new in output.scheduled_new_reqs:
             tokens = list(new.prefill_token_ids or new.prompt_token_ids)
-            self._running[new.req_id] = _Running(tokens, list(new.block_ids[0]))
+            self._running[new.req_id] = tokens, list(new.block_ids[0])
         cached = output.scheduled_cached_reqs
         for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            one = self._running[name]
             if name in cached.resumed_req_ids:
-                one.blocks = []
-                one.tokens = list(cached.all_token_ids[name])
-            one.blocks += blocks[0] if blocks else []
+                self._running[name] = list(cached.all_token_ids[name]), []
+            self._running[name][1].extend(blocks[0] if blocks else ())
         before = {n.req_id: n.num_computed_tokens for n in output.scheduled_new_reqs}
         before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         sampled: dict[str, list[int]] = {}
         for name, count in output.num_scheduled_tokens.items():
-            one, start = self._running[name], before[name]
-            stop = start + count
-            self._check(one, start)
-            values = kv_of(one.tokens)
-            self._write(one.blocks, values[start:stop], start)
+            (tokens, held), start = self._running[name], before[name]
+            stop, values = start + count, kv_of(tokens)
+            computed = self._cache[held[: -(-start // BLOCK_TOKENS)]].reshape(-1)
+            assert computed[:start].tolist() == values[:start], "KV of something else"
+            self._write(held, values[start:stop], start)
             request = self.scheduler.requests.get(name)
             if request is not None:
                 self.computed += max(0, min(stop, request.num_prompt_tokens) - start)
             sampled[name] = []
-            if stop == len(one.tokens):
-                sampled[name] = [next_token(one.tokens)]
-                one.tokens += sampled[name]
+            if stop == len(tokens):
+                sampled[name] = [next_token(tokens)]
+                tokens += sampled[name]
         return sampled
-
-    def _check(self, one: _Running, computed: int) -> None:
-        blocks = one.blocks[: -(-computed // BLOCK_TOKENS)]
-        found = self._cache[blocks].reshape(-1)[:computed].tolist()
-        assert found == kv_of(one.tokens[:computed]), "KV of something else"
 
     def _write(self, blocks: list[int], values: list[int], start: int) -> None:
         for position, value in enumerate(values, start):
@@ -288,8 +260,8 @@ class Rig:
             if name not in self._lost and name not in over:
                 continue
             del self._transfers[name]
-            missing = self._arrive(load, self._lost.pop(name, ()), name in over)
-            if missing and name not in over:
+            lost = self._lost.pop(name, ())
+            if name not in over and (missing := self._arrive(load, lost)):
                 assert load.fillable
                 self._landed.add(name)
                 reports[name] = (1, missing)
@@ -306,12 +278,8 @@ class Rig:
             kv_connector_worker_meta=ArrivedPrompts(reports) if reports else None,
         )
 
-    def _arrive(
-        self, load: LoadPrompt, lost: Collection[int], aborted: bool
-    ) -> list[int]:
+    def _arrive(self, load: LoadPrompt, lost: Collection[int]) -> list[int]:
         """Write what lands into the blocks of a request, which are still its own."""
-        if aborted:
-            return []
         blocks, cached = load.blocks["0"], load.cached["0"]
         values = kv_of(self.scheduler.requests[load.request_id].prompt_token_ids)
         for place in range(cached, len(blocks)):
