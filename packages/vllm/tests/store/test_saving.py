@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvwire_vllm.store.saving import SaveQueue, Saving
 from kvwire_vllm.store.scheduler import NamedBlocks
+from tests.support.depth import examples
 from tests.support.waiting import eventually
 
 
@@ -217,52 +220,75 @@ def test_the_end_waits_for_a_slow_store_no_longer_than_it_may() -> None:
     assert store.stored == [1, 2]
 
 
-class Life:
-    """Requests that begin, fill, are preempted and end, as a store copies and fails."""
+NAMES = st.sampled_from([f"r{number}" for number in range(6)])
 
-    def __init__(self, seed: int) -> None:
-        self.chance = random.Random(seed)
+
+class Life(RuleBasedStateMachine):
+    """Requests begin, fill, are preempted and end, as a store copies and fails.
+
+    Nothing is read that is free, and in the end nothing is held.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
         self.store = Store()
-        self.queue = SaveQueue(self.store.put, 4, 0.0 if seed % 2 else 60.0)
         self.running: set[str] = set()
         self.leaving: set[str] = set()
-        self.freed = 0
 
-    def act(self) -> None:
-        """Do anything that may happen."""
-        self.chance.choice(
-            [self.fill, self.fill, self.store.copy, self.take, self.end, self.look]
-        )()
-        assert sum(map(len, self.store.under_way)) <= 4
+    @initialize(hold_s=st.sampled_from([0.0, 60.0]))
+    def begin(self, hold_s: float) -> None:
+        self.queue = SaveQueue(self.store.put, 4, hold_s)
 
-    def fill(self) -> None:
-        name = f"r{self.chance.randrange(6)}"
+    @rule(name=NAMES, count=st.integers(1, 3))
+    def fill(self, name: str, count: int) -> None:
         if name not in self.leaving:
             self.running.add(name)
-            self.queue.add([blocks(name, *range(self.chance.randrange(1, 4)))])
+            self.queue.add([blocks(name, *range(count))])
 
-    def take(self) -> None:
-        self.store.take(lacking=self.chance.random() < 0.3)
+    @rule()
+    def copy(self) -> None:
+        self.store.copy()
 
-    def end(self) -> None:
-        if not self.running:
-            return
-        name = self.chance.choice(sorted(self.running))
-        self.running.remove(name)
-        if self.chance.random() < 0.5:
+    @rule(lacking=st.booleans())
+    def take(self, lacking: bool) -> None:
+        self.store.take(lacking=lacking)
+
+    @rule(name=NAMES)
+    def preempt(self, name: str) -> None:
+        if name in self.running:
+            self.running.remove(name)
+            threading.Timer(0.001, self.store.copy).start()
+            self.queue.fence(name)
+            assert not self.reads(name)
+
+    @rule(name=NAMES)
+    def end(self, name: str) -> None:
+        if name in self.running:
+            self.running.remove(name)
             self.leaving.add(name)
             self.queue.leave(name)
-            return
-        threading.Timer(0.001, self.store.copy).start()
-        self.queue.fence(name)  # it was preempted
-        assert not self.reads(name)
 
+    @rule()
     def look(self) -> None:
         freed = self.queue.freed()
         assert freed <= self.leaving
         assert not any(map(self.reads, freed))
         self.leaving -= freed
-        self.freed += len(freed)
+
+    @invariant()
+    def no_more_than_there_is_room_for_is_under_way(self) -> None:
+        assert sum(map(len, self.store.under_way)) <= 4
+
+    def teardown(self) -> None:
+        for name in self.running:
+            self.queue.leave(name)
+        self.leaving |= self.running
+        assert eventually(self.empty)
+
+    def empty(self) -> bool:
+        self.store.take()
+        self.look()
+        return not self.leaving and not self.queue.behind
 
     def reads(self, request: str) -> bool:
         return any(
@@ -270,20 +296,6 @@ class Life:
             for named, saving in self.store.begun
         )
 
-    def empty(self) -> bool:
-        self.store.take()
-        self.look()
-        return not self.leaving and not self.queue.behind
 
-
-@pytest.mark.parametrize("seed", range(20))
-def test_whatever_happens_nothing_is_read_that_is_free(seed: int) -> None:
-    """In the end nothing is held."""
-    life = Life(seed)
-    for _ in range(300):
-        life.act()
-    for name in life.running:
-        life.queue.leave(name)
-    life.leaving |= life.running
-    assert eventually(life.empty)
-    assert life.freed > 0
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=examples(50), deadline=None, derandomize=True)
