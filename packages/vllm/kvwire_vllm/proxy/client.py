@@ -146,7 +146,7 @@ class EngineClient:
         """
         async with AsyncExitStack() as stack:
             async with _answering(engine):
-                sent = self._request(engine.url + path, headers, body)
+                sent = self.exchange(engine.url + path, headers, body)
                 status, answered, parts = await stack.enter_async_context(sent)
             if status not in _STATUSES:
                 raise EngineFailed(
@@ -191,12 +191,16 @@ class EngineClient:
             await self._session.close()
 
     @asynccontextmanager
-    async def _request(
+    async def exchange(
         self,
         url: str,
         headers: Mapping[str, str],
         body: Mapping[str, Any] | bytes | None,
     ) -> AsyncIterator[tuple[int, Mapping[str, str], AsyncIterator[bytes]]]:
+        """Send one request; yield the answer's status, headers and parts.
+
+        Cancel safety: safe, the connection is closed.
+        """
         if self._session is None:
             self._session = self._new_session()
         content = b"" if body is None else body

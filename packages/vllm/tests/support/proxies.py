@@ -65,7 +65,7 @@ class Engines(EngineClient):
         self._computed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     @asynccontextmanager
-    async def _request(
+    async def exchange(
         self,
         url: str,
         headers: Mapping[str, str],
