@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import monotonic
 from typing import Literal
 
-from kvwire.kv.outcome import Timings
+from kvwire.kv.outcome import Timings, timings_of
 
 Phase = Literal[
     "queue", "memory_wait", "handshake", "mark_wait", "wire", "commit", "lost"
@@ -49,7 +49,7 @@ class PhaseTimer:
         spent = self._spent
         spent[self.phase] = spent.get(self.phase, 0.0) + now - self._since
         self._since = now
-        return Timings(
+        return timings_of(
             queue_s=spent.get("queue", 0.0),
             handshake_s=spent.get("handshake", 0.0),
             memory_wait_s=spent.get("memory_wait", 0.0),

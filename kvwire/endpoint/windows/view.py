@@ -34,7 +34,7 @@ from kvwire.kv.blocks import (
 from kvwire.kv.fragments import Array
 from kvwire.kv.geometry import Geometry
 from kvwire.kv.landed import common_tokens, leading_tokens
-from kvwire.kv.outcome import Outcome, Timings
+from kvwire.kv.outcome import Outcome, Timings, complete_outcome, timings_of
 from kvwire.kv.paged import PagedCache
 from kvwire.types import Device, MemoryKind
 
@@ -157,16 +157,15 @@ class WindowView:
         place = self.places[0]
         (ids,) = lists.values()
         tokens = ticket.counts[0] * self.per_owner[0] * place.walk.granule_tokens
-        return Outcome(
-            complete=True,
-            landed=BlockSet(lists),
-            missing=self.nothing_missing,
-            usable_prefix=ids.size,
-            usable_tokens=tokens,
-            lists=lists,
-            tokens={place.walk.group: tokens},
-            timings=Timings(wire_s=wire_s),
-            nbytes=nbytes,
+        return complete_outcome(
+            BlockSet(lists),
+            self.nothing_missing,
+            (ids.size, tokens),
+            lists,
+            {place.walk.group: tokens},
+            timings_of(0.0, wire_s, 0.0),
+            1,
+            nbytes,
         )
 
     def outcome(

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvwire.kv.blocks import Bits, BlockLists
 from kvwire.kv.fragments import Fragments
-from kvwire.kv.outcome import Outcome, Timings, outcome_of_all
+from kvwire.kv.outcome import Outcome, outcome_of_all, timings_of
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanTemplate
 from kvwire.limits import MIB
@@ -129,7 +129,7 @@ class AskedGet:
         nbytes = self.blocks * namespace.image_bytes
         for counters in tiers.counters_of(namespace):
             counters.get_ended(nbytes, there=self.blocks, blocks=self.blocks)
-        timings = Timings(
+        timings = timings_of(
             queue_s=self._first - self._created,
             wire_s=self._last - self._first,
             commit_s=ended - self._last,

@@ -17,7 +17,13 @@ from kvwire.errors import error_text
 from kvwire.kv.blocks import Bits, BlockLists, Codes, Ids
 from kvwire.kv.fragments import Fragments
 from kvwire.kv.landed import Landed
-from kvwire.kv.outcome import Outcome, Timings, outcome_of, outcome_of_all
+from kvwire.kv.outcome import (
+    Outcome,
+    Timings,
+    outcome_of,
+    outcome_of_all,
+    timings_of,
+)
 from kvwire.kv.paged import PagedCache
 from kvwire.kv.plan import PlanSide, PlanTemplate, TransferPlan
 from kvwire.memory.copy import copy
@@ -159,7 +165,7 @@ class Operation(ABC):
         end = self._ended
         first = self._first or end
         last = self._last or end
-        timings = Timings(
+        timings = timings_of(
             queue_s=first - self.created, wire_s=last - first, commit_s=end - last
         )
         if len(self._reasons) == 1 or not self.reasons:
