@@ -176,7 +176,7 @@ def stats(
         document = msgspec.json.encode(_plain(report))
         sys.stdout.buffer.write(msgspec.json.format(document) + b"\n")
         return
-    _show(report)
+    show_report(report)
 
 
 @app.command
@@ -254,7 +254,7 @@ async def _serve(
             await stop.wait()
 
 
-def _show(report: StatsReport) -> None:
+def show_report(report: StatsReport) -> None:
     """Print tiers, tenants and clients, with each name on a line above its row."""
     # Not wrapped: a name may be longer than a screen is wide.
     console = Console(highlight=False, markup=False, soft_wrap=True)

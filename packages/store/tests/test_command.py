@@ -189,7 +189,7 @@ def test_long_names_have_a_line_of_their_own(
         clients=(client,),
         dropped=2,
     )
-    command._show(report)
+    command.show_report(report)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "store-0, read-only"
     assert lines[2] == "memory:8GiB"

@@ -175,8 +175,10 @@ async def test_a_request_that_is_torn_down_holds_nothing(
     tier = Broken()
     store = store_on(tier)
     request = await begun(store, verb)
-    request._task.cancel()
-    await asyncio.wait((request._task,))
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
     assert request.is_drained
     assert request.outcome is None
     assert nothing_held(store)

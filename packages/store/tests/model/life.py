@@ -231,13 +231,9 @@ class Life:
         told = await call(hashes, cache.paged, tenant=tenant, **options)
         keys = as_keys(block.key for block in blocks)
         memory, disk = inside.tiers(self._store).memory.index, self._tier.index
-        slots = memory.find(keys), disk.find(keys)
-        kept = [
-            (at >= 0) & index._kept[at]
-            for at, index in zip(slots, (memory, disk), strict=True)
-        ]
+        kept = memory.kept(keys), disk.kept(keys)
         right = {
-            VerbKind.PREFETCH: slots[0] >= 0,
+            VerbKind.PREFETCH: memory.find(keys) >= 0,
             VerbKind.PIN: kept[0] | kept[1],
             VerbKind.UNPIN: ~(kept[0] | kept[1]),
         }[verb]

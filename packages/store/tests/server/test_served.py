@@ -51,8 +51,9 @@ def test_who_has_taken_nothing_for_longest_goes_first() -> None:
     for one, nbytes in ((slower, 5), (slow, 5), (takes, 97)):
         memory.release(one, nbytes)
         memory.forget(one)
-    assert memory.held_bytes == memory._leaving_bytes == 0
-    assert not memory._leaving
+    assert memory.held_bytes == 0
+    memory.hold(takes, 100)
+    assert not takes.reasons
 
 
 def test_nobody_goes_who_takes_everything() -> None:

@@ -146,7 +146,7 @@ async def test_entries_of_a_disk_have_few_lengths(tmp_path: Path) -> None:
             assert (await store.put(chain(12, str(seed)), source.cache, IDS)).complete
         (tier,) = inside.tiers(store).below
         assert isinstance(tier, DiskTier)
-        sizes = set(tier._slabs.slot_bytes.tolist())
+        sizes = set(tier.index.slabs.slot_bytes.tolist())
         assert 2 <= len(sizes - {0}) <= 16
         into = Filled(16, SPEC)
         assert (await store.get(chain(12, "7"), into.cache, IDS)).complete

@@ -26,7 +26,7 @@ from kvwire_store.images import image_sums, images_in
 from kvwire_store.keys import Keys, as_keys
 from kvwire_store.namespace import ABSENT, Namespace, namespace_of
 from kvwire_store.tiers.base import Batch, BlockResult
-from kvwire_store.tiers.directory import File
+from kvwire_store.tiers.directory import File, Views
 from kvwire_store.tiers.disk import DiskTier
 from kvwire_store.tiers.disk_index import DiskIndex
 from kvwire_store.tiers.slabs import GRAIN_BYTES
@@ -190,15 +190,17 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
 async def test_what_is_being_written_is_deleted_once_it_is_there(
     tmp_path: Path, by: str
 ) -> None:
-    go = threading.Event()
+    begun, go = threading.Event(), threading.Event()
 
     def wait(call: str) -> None:
-        assert call != "pwritev" or go.wait(10)
+        if call == "pwritev":
+            begun.set()
+            assert go.wait(30)
 
     tier = await disk(tmp_path, hook=wait)
     namespace, batch = blocks_of(SPEC, 4)(range(4))
     writing = asyncio.create_task(tier.write(namespace, batch))
-    await until(lambda: bool(tier._in_flight.busy(batch.keys).all()))
+    await asyncio.to_thread(begun.wait, 30)
     delete = (
         tier.delete(batch.keys)
         if by == "key"
@@ -452,23 +454,28 @@ async def test_a_write_waits_for_slots_that_are_being_read(tmp_path: Path) -> No
     await tier.close()
 
 
-async def test_what_the_kernel_has_is_read_by_no_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Cached(File):
+    """A file whose bytes are read where the kernel has them, and nowhere else."""
+
+    def preadv(self, views: Views, offset: int) -> int:
+        raise AssertionError("the kernel has these bytes")
+
+
+async def test_what_the_kernel_has_is_read_by_no_thread(tmp_path: Path) -> None:
     small = blocks_of(SPEC, 2)
-    tier = await disk(tmp_path)
+    address = TierAddress.parse(f"disk:{tmp_path}?size=1MiB")
+    tier = await DiskTier.open(address, file_type=Cached)
     assert (await tier.write(*small([0, 1])) == BlockResult.LANDED).all()
-    try:
-        tier._file.preadv_at_once([memoryview(bytearray(1))], 0)
-    except OSError:
-        await tier.close()
-        pytest.skip("this file system or kernel has no RWF_NOWAIT")
+    with closing(File(tmp_path / "images")) as file:
+        try:
+            file.preadv_at_once([memoryview(bytearray(1))], 0)
+        except OSError:
+            await tier.close()
+            pytest.skip("this file system or kernel has no RWF_NOWAIT")
     namespace, batch = small([0, 1])
     into = np.zeros(2 * namespace.image_bytes, np.uint8)
     reading = Batch(batch.keys, batch.orders, images_in(into, namespace.image_bytes, 2))
-    with monkeypatch.context() as patch:
-        patch.setattr(tier._threads, "run", None)
-        results = await tier.read(namespace, reading)
+    results = await tier.read(namespace, reading)
     assert (results == BlockResult.LANDED).all()
     assert image_sums(reading.images).tolist() == image_sums(batch.images).tolist()
     await tier.close()

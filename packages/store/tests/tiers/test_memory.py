@@ -9,6 +9,7 @@ import resource
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -317,9 +318,10 @@ async def test_pages_are_there_when_a_store_that_wants_them_is_open(
 ) -> None:
     nbytes = 16 * MIB
     async with BlockStore.open([f"memory:{nbytes}?populate={populate}"]) as store:
-        memory = inside.tiers(store).memory._bytes
+        images = inside.tiers(store).memory.images(np.array([0]), 1)
+        memory: Any = images.owner
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         memory[:: mmap.PAGESIZE] = 1
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         assert (faults < nbytes // mmap.PAGESIZE // 8) == (populate == "yes")
-        del memory
+        del memory, images
