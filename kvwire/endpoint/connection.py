@@ -19,8 +19,8 @@ from kvwire.endpoint.arguments import TAG_MAX, check_grant, check_size, checked_
 from kvwire.endpoint.device_requests import DeviceRequests
 from kvwire.endpoint.message_sink import MessageSink
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.windows.ask import WindowAsk
 from kvwire.endpoint.windows.opened import PeerWindows, WindowOpening
+from kvwire.endpoint.windows.reading import WindowAsk
 from kvwire.endpoint.windows.remote_window import RemoteWindow
 from kvwire.endpoint.windows.shown import OwnWindows
 from kvwire.errors import (

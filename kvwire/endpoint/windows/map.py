@@ -23,10 +23,12 @@ from kvwire import limits
 from kvwire.errors import ProfileMismatch, UsageError
 from kvwire.kv.blocks import Ids
 from kvwire.kv.canonical import Canonical, negotiate, pieces
-from kvwire.kv.fragments import Array
+from kvwire.kv.fragments import Array, columns_of
 from kvwire.kv.geometry import Geometry, GroupGeometry
 from kvwire.kv.mapping import GroupMemory, Steps
 from kvwire.kv.paged import Addresses, PagedCache
+from kvwire.memory.buffers import mid_page_memory
+from kvwire.memory.pieces import copy_pieces
 
 
 def geometry_of_pools(cache: PagedCache) -> Geometry:
@@ -254,3 +256,32 @@ def spans_of(
     starts = begin[first].tolist()
     lengths = (end[last] - begin[first]).tolist()
     return tuple(zip(starts, lengths, strict=True))
+
+
+# --- the bytes of a small get ---------------------------------------------------------
+
+# They are in the order of the granules, and within a granule in the order in which its
+# pieces are walked. The two sides may cut a granule into pieces of different lengths,
+# but the order is the same.
+
+
+def gathered(parts: Sequence[tuple[BlockPlaces, Ids]], nbytes: int) -> memoryview:
+    """Return a copy of granules, given per group as offsets from its block 0."""
+    data = mid_page_memory(nbytes)
+    line: int = data.__array_interface__["data"][0]
+    for place, offsets in parts:
+        line += move_granules(place, offsets, line, gather=True)
+    return data.data
+
+
+def move_granules(place: BlockPlaces, offsets: Ids, line: int, *, gather: bool) -> int:
+    """Copy granules to or from a contiguous range; return the number of bytes."""
+    addresses, run = place.in_order(offsets)
+    total = run * addresses.size
+    lengths, starts = columns_of(addresses.size, run)
+    side_by_side = starts[:-1] + np.uint64(line)
+    if gather:
+        copy_pieces(addresses, side_by_side, lengths, total)
+    else:
+        copy_pieces(side_by_side, addresses, lengths, total)
+    return total

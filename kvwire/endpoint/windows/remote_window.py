@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from kvwire.aio import Closing, LoopThread, absolute, running_loop, start_task
 from kvwire.endpoint.request import Request
-from kvwire.endpoint.windows.ask import ReadQueue
 from kvwire.endpoint.windows.opened import OpenedWindow
-from kvwire.endpoint.windows.reading import Reading
+from kvwire.endpoint.windows.reading import Reading, ReadQueue
 from kvwire.endpoint.windows.ticket import read_ticket, write_ticket
 from kvwire.endpoint.windows.window import as_cache
 from kvwire.errors import (

@@ -14,7 +14,6 @@ import numpy as np
 from kvwire.backend.window import WindowMemory
 from kvwire.driver.connection_driver import ConnectionDriver, EventActs
 from kvwire.driver.lanes.state import LaneEndpoint, LaneState
-from kvwire.endpoint.windows.data import gathered
 from kvwire.endpoint.windows.fields import (
     encode_geometry,
     encode_memory,
@@ -23,6 +22,7 @@ from kvwire.endpoint.windows.fields import (
 )
 from kvwire.endpoint.windows.map import (
     BlockPlaces,
+    gathered,
     pieces_max,
     placed,
     spans_of,
