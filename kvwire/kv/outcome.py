@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
@@ -178,7 +178,8 @@ def timings_of(
     made.commit_s = commit_s
     made.lost_s = lost_s
     made.__class__ = Timings
-    return cast(Timings, made)
+    timings: Timings = made
+    return timings
 
 
 def outcome_of_all(
@@ -226,7 +227,8 @@ def complete_outcome(
     made.layers_grouped = layers_grouped
     made.nbytes = nbytes
     made.__class__ = Outcome
-    return cast(Outcome, made)
+    outcome: Outcome = made
+    return outcome
 
 
 def nothing_landed(
