@@ -73,7 +73,7 @@ class LocalLane(Lane):
 
     Args:
         context: The lane's parameters. Settings: ``way`` is the method by which this
-            side reads the other (auto, cma, arena); for ``tracer`` (one, none, any) see
+            side reads the other (auto, cma, arena); for ``tracer`` (one, none) see
             :mod:`kvwire_local.tracer_slot`.
 
     Raises:
@@ -94,11 +94,16 @@ class LocalLane(Lane):
 
     def __init__(self, context: LaneContext) -> None:
         allowed = READ_METHODS[context.settings.get("way", "auto")]
-        tracer = context.settings.get("tracer", CHOICES[0])
+        names_one = context.settings.get("tracer", CHOICES[0]) == CHOICES[0]
+        slot = tracers() if names_one else None
         self._role = context.role
         self._host = Host.here()
         self._rendezvous = Rendezvous(
-            context.role, context.secret, allowed, tracers(), tracer, context.windows
+            context.role,
+            context.secret,
+            allowed,
+            slot,
+            context.windows,
         )
         self._loop = asyncio.get_running_loop()
         self._handler: LaneHandler | None = None

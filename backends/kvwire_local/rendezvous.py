@@ -85,15 +85,13 @@ class Rendezvous:
         role: Role,
         secret: bytes,
         allowed: ReadMethod,
-        tracers: TracerSlot,
-        tracer: str,
+        tracers: TracerSlot | None,
         windows: OneSidedWindows,
     ) -> None:
         self._role = role
         self._secret = secret
         self._allowed = allowed
         self._tracers = tracers
-        self._tracer = tracer
         self._windows: OneSidedWindows = windows
         self.description = "not up"
         self._refusal = ""
@@ -166,8 +164,8 @@ class Rendezvous:
 
     def close(self) -> None:
         """Withdraw the peer's permissions."""
-        while self._permitted:
-            self._tracers.withdraw(self._permitted.pop(), self._tracer)
+        while self._tracers is not None and self._permitted:
+            self._tracers.withdraw(self._permitted.pop())
 
     async def _welcome(self, sock: socket.socket) -> RendezvousResult:
         who = peer_process(sock)
@@ -186,7 +184,7 @@ class Rendezvous:
         """Give the other side its permissions; return how it may read."""
         if refusal(self._windows, who.uid):
             return ReadMethod.ARENA
-        if self._tracers.permit(who.pid, self._tracer):
+        if self._tracers is not None and self._tracers.permit(who.pid):
             self._permitted.append(who.pid)
         return _EVERYTHING
 

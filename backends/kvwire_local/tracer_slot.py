@@ -8,8 +8,7 @@ another one controls it. Also, only one process can be named. Therefore:
 * By default one peer process at a time is named: the first one, for as long as it has a
   lane. Lanes of further peers use arenas, which need no permission; the transport
   report mentions it.
-* With the setting ``tracer=none``, no process is ever named. ``tracer=any`` lets all
-  processes of this user read, as with scope 0.
+* With the setting ``tracer=none``, no process is ever named.
 
 With scope 0 no permission is needed; with scopes 2 and 3 naming has no effect.
 
@@ -27,10 +26,9 @@ from typing import Final
 
 SCOPE_FILE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 _PR_SET_PTRACER: Final = 0x59616D61
-_PR_SET_PTRACER_ANY: Final = 2**64 - 1
 _SCOPE_NAMED: Final = 1
 
-CHOICES: Final = ("one", "none", "any")
+CHOICES: Final = ("one", "none")
 
 
 class TracerSlot:
@@ -52,27 +50,25 @@ class TracerSlot:
         except (OSError, ValueError):
             return None
 
-    def permit(self, pid: int, choice: str) -> bool:
+    def permit(self, pid: int) -> bool:
         """Let a peer process read this one; return whether it is named now.
 
         Each success has to be undone by one call of :meth:`withdraw`.
         """
-        if self.scope != _SCOPE_NAMED or choice == "none" or pid < 1:
+        if self.scope != _SCOPE_NAMED or pid < 1:
             return False
-        holder = pid if choice == "one" else _PR_SET_PTRACER_ANY
-        if self._named and holder not in self._named:
+        if self._named and pid not in self._named:
             return False
-        if not self._named and not self._name(holder):
+        if not self._named and not self._name(pid):
             return False
-        self._named[holder] += 1  # bounded: LANES_MAX for each connection
+        self._named[pid] += 1  # bounded: LANES_MAX for each connection
         return True
 
-    def withdraw(self, pid: int, choice: str) -> None:
+    def withdraw(self, pid: int) -> None:
         """End one lane's permission; the last lane's end clears the tracer."""
-        holder = pid if choice == "one" else _PR_SET_PTRACER_ANY
-        self._named[holder] -= 1
-        if self._named[holder] < 1:
-            del self._named[holder]
+        self._named[pid] -= 1
+        if self._named[pid] < 1:
+            del self._named[pid]
             self._name(0)
 
 

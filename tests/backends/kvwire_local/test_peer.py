@@ -218,23 +218,22 @@ def scope(tmp_path: Path) -> Path:
 def test_one_peer_has_the_place_until_its_last_lane_ends(scope: Path) -> None:
     prctl = Prctl()
     place = TracerSlot(prctl, scope)
-    assert place.permit(100, "one")
-    assert place.permit(100, "one")
-    assert not place.permit(200, "one")
+    assert place.permit(100)
+    assert place.permit(100)
+    assert not place.permit(200)
     assert prctl.calls == [100]
-    place.withdraw(100, "one")
-    assert not place.permit(200, "one")
-    place.withdraw(100, "one")
+    place.withdraw(100)
+    assert not place.permit(200)
+    place.withdraw(100)
     assert prctl.calls == [100, 0]
-    assert place.permit(200, "one")
+    assert place.permit(200)
     assert prctl.calls == [100, 0, 200]
 
 
-def test_none_and_pids_that_are_not_visible_get_nothing(scope: Path) -> None:
+def test_pids_that_are_not_visible_get_nothing(scope: Path) -> None:
     prctl = Prctl()
     place = TracerSlot(prctl, scope)
-    assert not place.permit(100, "none")
-    assert not place.permit(0, "one")
+    assert not place.permit(0)
     assert prctl.calls == []
 
 
@@ -242,20 +241,20 @@ def test_none_and_pids_that_are_not_visible_get_nothing(scope: Path) -> None:
 def test_under_other_scopes_nothing_is_named(scope: Path, found: str) -> None:
     scope.write_text(found)
     prctl = Prctl()
-    assert not TracerSlot(prctl, scope).permit(100, "one")
+    assert not TracerSlot(prctl, scope).permit(100)
     assert prctl.calls == []
 
 
 def test_without_yama_nothing_is_named(tmp_path: Path) -> None:
     place = TracerSlot(Prctl(), tmp_path / "no such file")
     assert place.scope is None
-    assert not place.permit(100, "one")
+    assert not place.permit(100)
 
 
 def test_a_refusal_leaves_the_place_free(scope: Path) -> None:
-    assert not TracerSlot(Prctl(refuses=True), scope).permit(100, "one")
+    assert not TracerSlot(Prctl(refuses=True), scope).permit(100)
     place = TracerSlot(Prctl(), scope)
-    assert place.permit(200, "one")
+    assert place.permit(200)
 
 
 def test_the_system_call_can_be_made() -> None:

@@ -14,15 +14,12 @@ from kvwire.errors import BackendUnavailable
 from kvwire.types import OneSidedWindows, Role
 from kvwire_local.rendezvous import Host, Rendezvous
 from kvwire_local.shared_arenas import ReadMethod
-from kvwire_local.tracer_slot import tracers
 
 SECRET = bytes(32)
 
 
 def rendezvous(role: Role, windows: OneSidedWindows = "user") -> Rendezvous:
-    return Rendezvous(
-        role, SECRET, ReadMethod.MEMORY | ReadMethod.ARENA, tracers(), "none", windows
-    )
+    return Rendezvous(role, SECRET, ReadMethod.MEMORY | ReadMethod.ARENA, None, windows)
 
 
 @pytest.mark.parametrize("clients", [1, 3])
