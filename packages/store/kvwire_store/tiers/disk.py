@@ -469,7 +469,7 @@ class DiskTier(CodedTier):
             kept = slots.size - max(0, over - paid)
             index.give_back(slots[max(0, kept) :])
             slots = slots[: max(0, kept)]
-        lacking = self._reserve(nbytes) - self._slabs.free(rounded(nbytes))
+        lacking = self.reserve(nbytes) - self._slabs.free(rounded(nbytes))
         lacking -= int(np.count_nonzero(self._sizes(evicted.slots) == rounded(nbytes)))
         if lacking > 0:
             # Without a free slot, a block has to go before another one is written.
@@ -483,7 +483,7 @@ class DiskTier(CodedTier):
         index.pin(replaced.slots)
         return _Room(slots, IndexedSlots.joined(evicted, replaced))
 
-    def _reserve(self, nbytes: int) -> int:
+    def reserve(self, nbytes: int) -> int:
         """Return how many slots of a size stay free, so that nothing is overwritten.
 
         A write goes to free slots. The blocks that it evicts lose their rows in the

@@ -110,6 +110,9 @@ class ObjectTier(KeyValueTier):
     ``s3://bucket/prefix``, ``gs://...``, ``az://...``, ``file:///directory`` or
     ``memory:///``. Other options go to obstore, such as ``region`` and ``endpoint``.
     Credentials come from the environment.
+
+    Attributes:
+        library: The module obstore, which makes every request.
     """
 
     timeout_s: ClassVar[float] = STORE_TIMEOUT_S
@@ -132,7 +135,7 @@ class ObjectTier(KeyValueTier):
         self._proving = asyncio.Lock()
         import obstore  # noqa: PLC0415 - an extra
 
-        self._obstore = obstore
+        self.library: Any = obstore
         self._upkeep = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
         # For writes only: a store that refuses them may still be readable.
         self._writes = Upkeep(STORE_REDIAL_S, STORE_REDIAL_S_MAX)
@@ -172,7 +175,7 @@ class ObjectTier(KeyValueTier):
             rounds = math.ceil(data.nbytes / (self.part_bytes * STORE_OBJECT_PARTS))
             limit_s = self._timeout_s * (2 * (rounds + 3) if in_parts else 1)
             done = await self._ask(
-                lambda: self._obstore.put_async(
+                lambda: self.library.put_async(
                     self._bucket,
                     self.value_name(key),
                     data,
@@ -212,7 +215,7 @@ class ObjectTier(KeyValueTier):
         return ~np.isin(np.arange(keys.size), failed)
 
     async def remove_folder(self, folder: str) -> None:
-        pages = self._obstore.list(self._bucket, folder)
+        pages = self.library.list(self._bucket, folder)
 
         async def next_page() -> Any:
             async for one in pages:
@@ -225,7 +228,7 @@ class ObjectTier(KeyValueTier):
                     f"{self.name}: some objects were not deleted: {self.error}"
                 )
             paths = [meta["path"] for meta in page]
-            delete = partial(self._obstore.delete_async, self._bucket, paths)
+            delete = partial(self.library.delete_async, self._bucket, paths)
             if await self._ask(delete) is None:
                 continue
             # One of them was already gone, so obstore stopped before the later ones.
@@ -240,7 +243,7 @@ class ObjectTier(KeyValueTier):
 
         async def one(numbered: tuple[int, str]) -> None:
             at, path = numbered
-            delete = partial(self._obstore.delete_async, self._bucket, path)
+            delete = partial(self.library.delete_async, self._bucket, path)
             if await self._ask(delete) is BlockResult.FAILED:
                 failed.append(at)
 
@@ -283,10 +286,10 @@ class ObjectTier(KeyValueTier):
         path = self.value_name(key)
 
         async def fetch() -> Any:
-            ask = self._obstore.get_range_async
+            ask = self.library.get_range_async
             try:
                 return await ask(self._bucket, path, start=begin, length=nbytes)
-            except self._obstore.exceptions.GenericError as exc:
+            except self.library.exceptions.GenericError as exc:
                 if is_past_the_end(exc):
                     return b""
                 raise
@@ -312,7 +315,7 @@ class ObjectTier(KeyValueTier):
                     found = await call()
             # Not all of obstore's exceptions are subclasses of Exception.
             except BaseException as exc:
-                known = isinstance(exc, OSError | self._obstore.exceptions.BaseError)
+                known = isinstance(exc, OSError | self.library.exceptions.BaseError)
                 if not known and not _is_panic(exc):
                     raise
                 # A thread of obstore may still hold the exception when the store is

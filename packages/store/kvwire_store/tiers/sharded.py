@@ -62,7 +62,11 @@ class _Node:
 
 
 class ShardedTier(Tier):
-    """Keeps each block at one of many store servers. Made by :meth:`open`."""
+    """Keeps each block at one of many store servers. Made by :meth:`open`.
+
+    Attributes:
+        nodes: The servers that are announced, by their names.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class ShardedTier(Tier):
         self._selector = selector
         self._timeout_s = timeout_s
         self._records: dict[str, Record] = {}
-        self._nodes: dict[str, _Node] = {}
+        self.nodes: dict[str, _Node] = {}
         self._shared_names: set[str] = set()
         self._watching: asyncio.Task[None] | None = None
         self._leaving: set[asyncio.Task[None]] = set()
@@ -115,33 +119,33 @@ class ShardedTier(Tier):
 
     @property  # type: ignore[misc]
     def error(self) -> str:
-        if not self._nodes:
+        if not self.nodes:
             return (
                 "no store server has announced itself; kvwire store serve --directory"
             )
         wrong = [
-            f"{n.name}: {n.tier.error}" for n in self._nodes.values() if n.tier.error
+            f"{n.name}: {n.tier.error}" for n in self.nodes.values() if n.tier.error
         ]
-        return f"of {len(self._nodes)} nodes " + "; ".join(wrong) if wrong else ""
+        return f"of {len(self.nodes)} nodes " + "; ".join(wrong) if wrong else ""
 
     @property
     def reason(self) -> str:  # type: ignore[override]
-        tiers = [node.tier for node in self._nodes.values()]
+        tiers = [node.tier for node in self.nodes.values()]
         away = any(tier.reason for tier in tiers)
         return self.error if away or not tiers else ""
 
     @property
     def durable(self) -> bool:  # type: ignore[override]
-        tiers = self._asked()
+        tiers = self.asked()
         return bool(tiers) and all(node.tier.durable for node in tiers)
 
     @property
     def taking(self) -> bool:
-        return any(node.tier.taking for node in self._nodes.values())
+        return any(node.tier.taking for node in self.nodes.values())
 
     @property
     def asks(self) -> bool:  # type: ignore[override]
-        return any(node.tier.asks for node in self._nodes.values())
+        return any(node.tier.asks for node in self.nodes.values())
 
     async def find(self, keys: Keys) -> Orders:
         """Return the order of each block's image, or ``ABSENT``.
@@ -188,7 +192,7 @@ class ShardedTier(Tier):
         if verb.kind is VerbKind.PREFETCH:
             shards = self._shards(keys)
         else:
-            shards = [(node.tier, np.arange(keys.size)) for node in self._asked()]
+            shards = [(node.tier, np.arange(keys.size)) for node in self.asked()]
         for (_, which), part in zip(
             shards,
             await gather_all(
@@ -200,7 +204,7 @@ class ShardedTier(Tier):
         return placing.end()
 
     def namespaces(self) -> Iterable[Namespace]:
-        return [one for node in self._asked() for one in node.tier.namespaces()]
+        return [one for node in self.asked() for one in node.tier.namespaces()]
 
     async def flush(self) -> None:
         await self._everywhere(lambda tier: tier.flush())
@@ -219,18 +223,19 @@ class ShardedTier(Tier):
 
     # --- where blocks are -------------------------------------------------------------
 
-    def _asked(self) -> list[_Node]:
-        return [node for node in self._nodes.values() if node.tier.connected]
+    def asked(self) -> list[_Node]:
+        """Return the servers that this side is connected to."""
+        return [node for node in self.nodes.values() if node.tier.connected]
 
     def _shards(self, keys: Keys) -> list[tuple[RemoteTier, Ids]]:
         """Return the connected nodes for the blocks, each with its positions."""
-        nodes = self._asked()
+        nodes = self.asked()
         where = placed(keys, [node.seed for node in nodes])
         shards = ((n.tier, np.flatnonzero(where == at)) for at, n in enumerate(nodes))
         return [(tier, which) for tier, which in shards if which.size]
 
     def too_large(self, namespace: Namespace) -> str:
-        told = (node.tier.too_large(namespace) for node in self._nodes.values())
+        told = (node.tier.too_large(namespace) for node in self.nodes.values())
         return next(filter(None, told), "")
 
     async def _write(self, namespace: Namespace, batch: Batch) -> BlockResults:
@@ -263,13 +268,13 @@ class ShardedTier(Tier):
     ) -> None:
         """Call every node; raise if one is not connected."""
         await self._dialled()
-        if not self._nodes:
+        if not self.nodes:
             raise OSError(f"{self.name}: {self.error}")
-        await gather_all(*(do(node.tier) for node in self._nodes.values()))
+        await gather_all(*(do(node.tier) for node in self.nodes.values()))
 
     async def _dialled(self) -> None:
         """Wait until each known node has been dialled once."""
-        if opening := [node.opening for node in self._nodes.values()]:
+        if opening := [node.opening for node in self.nodes.values()]:
             await asyncio.wait(opening)
 
     # --- the nodes --------------------------------------------------------------------
@@ -314,21 +319,21 @@ class ShardedTier(Tier):
                     name,
                 )
             wanted[name] = record.address
-        for node in list(self._nodes.values()):
+        for node in list(self.nodes.values()):
             if wanted.get(node.name) != node.address:
-                del self._nodes[node.name]
+                del self.nodes[node.name]
                 task = start_task(_leave(node))
                 self._leaving.add(task)
                 task.add_done_callback(self._leaving.discard)
         for name, address in wanted.items():
-            if name in self._nodes:
+            if name in self.nodes:
                 continue
-            if len(self._nodes) >= STORE_NODES_MAX:
+            if len(self.nodes) >= STORE_NODES_MAX:
                 logger.warning("%s: more than %d nodes", self.name, STORE_NODES_MAX)
                 return
             tier = RemoteTier(name, self._communicator, address, self._timeout_s)
             opening = start_task(_open(tier))
-            self._nodes[name] = _Node(name, address, seed_of(name), tier, opening)
+            self.nodes[name] = _Node(name, address, seed_of(name), tier, opening)
 
 
 def _name(record: Record) -> str:

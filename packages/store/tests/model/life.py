@@ -333,7 +333,7 @@ class Life:
         )
         size, *others = set(map(size_of, self.room.kinds))
         assert self._tier is not None
-        if not others and evicted > written + 1 + self._tier._reserve(size):
+        if not others and evicted > written + 1 + self._tier.reserve(size):
             text = f"{evicted} blocks were evicted for {written} that were written"
             raise Wrong("lost", text)
 

@@ -99,7 +99,7 @@ async def test_a_node_is_lost(
     ):
         (tier,) = inside.tiers(store).below
         if isinstance(tier, ShardedTier):
-            await until(lambda: len(tier._asked()) == 4)
+            await until(lambda: len(tier.asked()) == 4)
         for one in prompts:
             assert (await store.put(one, source.cache, blocks)).complete
         before, usual_s = await round_of(store)

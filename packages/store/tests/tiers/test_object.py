@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ class Requests:
         self.made: list[str] = []
         self.open = self.most = 0
         self.before: Callable[[str], Awaitable[None]] | None = None
-        tier._obstore = self
+        tier.library = self
 
     async def _call(self, name: str, *arguments: Any, **keywords: Any) -> Any:
         self.made.append(name)
@@ -160,17 +161,10 @@ class Requests:
         finally:
             self.open -= 1
 
-    async def get_range_async(self, *arguments: Any, **keywords: Any) -> Any:
-        return await self._call("get_range_async", *arguments, **keywords)
-
-    async def put_async(self, *arguments: Any, **keywords: Any) -> Any:
-        return await self._call("put_async", *arguments, **keywords)
-
-    async def head_async(self, *arguments: Any, **keywords: Any) -> Any:
-        return await self._call("head_async", *arguments, **keywords)
-
-    async def delete_async(self, *arguments: Any, **keywords: Any) -> Any:
-        return await self._call("delete_async", *arguments, **keywords)
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("get_range_async", "put_async", "head_async", "delete_async"):
+            raise AttributeError(name)
+        return partial(self._call, name)
 
 
 # --- blocks ---------------------------------------------------------------------------

@@ -25,7 +25,7 @@ BLOCKS = 64
 
 def nodes_of(store: BlockStore) -> int:
     """How many servers this side is connected to."""
-    return len(tier_of(store, ShardedTier)._asked())
+    return len(tier_of(store, ShardedTier).asked())
 
 
 async def served(stack: AsyncExitStack, folder: Path, **labels: str) -> BlockStore:
@@ -65,7 +65,7 @@ async def test_nodes_come_and_go(tmp_path: Path) -> None:
                 await until(lambda: nodes_of(other) == 3)
                 found = await tier_of(other, ShardedTier).find(_keys(stores))
                 assert 0 < (found != 255).sum() < BLOCKS
-            await until(lambda: len(tier_of(other, ShardedTier)._nodes) == 2)
+            await until(lambda: len(tier_of(other, ShardedTier).nodes) == 2)
             assert (await tier_of(other, ShardedTier).find(_keys(stores)) != 255).all()
             await other.delete(hashes, target.cache)
         assert not any(len(inside.tiers(store).memory.index) for store in stores)
@@ -183,7 +183,7 @@ async def test_a_node_that_has_just_come_is_dialled_before_it_is_asked(
         client = await stack.enter_async_context(BlockStore.open([where]))
         tier = tier_of(client, ShardedTier)
         await served(stack, tmp_path)
-        await until(lambda: bool(tier._nodes))
-        assert not tier._asked(), "it is known, and not connected"
+        await until(lambda: bool(tier.nodes))
+        assert not tier.asked(), "it is known, and not connected"
         await client.flush()
         assert nodes_of(client) == 1
