@@ -32,7 +32,7 @@ def _request(said: bytes) -> None:
         assert 0 < len(keys) == len(request.names) <= STORE_KEYS_MAX
         assert {len(key) for key in keys} == {request.names.width}
     if isinstance(request, messages.TransferMessage):
-        request.names.all_in(messages.namespace_told(request.namespace))
+        request.names.all_in(messages.namespace_in(request.namespace))
     if isinstance(request, messages.Put):
         assert 0 <= request.order < len(ORDERS)
 
