@@ -1,22 +1,12 @@
-"""The tables of transfers and legs: every state with every input, and sequences."""
+"""The tables of transfers and legs: every state with every input."""
 
 from __future__ import annotations
 
 import itertools
 from typing import Any
 
-import msgspec
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-import kvwire
-from kvwire.errors import WireCode
-from kvwire.proto.records import RequestRecord
-from kvwire.proto.state import RequestInput, RequestKind, RequestStage
-from kvwire.transfers.leg import Leg
-from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.state import (
     LEG_TRANSITIONS,
     OFF_LINK,
@@ -28,9 +18,6 @@ from kvwire.transfers.state import (
     TransferInput,
     TransferState,
 )
-from kvwire.transfers.timings import PhaseTimer
-from kvwire.types import BufferId
-from tests.support.depth import examples
 
 
 @pytest.mark.parametrize(
@@ -126,160 +113,3 @@ def test_each_pair_is_a_step_or_never_meets() -> None:
 def test_the_sets_of_states_share_nothing_and_lack_nothing() -> None:
     assert not ON_LINK & UNNOTIFIED
     assert ON_LINK | UNNOTIFIED | {LegState.OVER} == set(LegState)
-
-
-# --- sequences ------------------------------------------------------------------------
-
-
-class Link:
-    """A connection of which only requests are there; it says what may touch memory."""
-
-    class peer:  # noqa: N801 - stands for the attribute
-        origin = b"peer"
-
-    def __init__(self) -> None:
-        self.request = RequestRecord(
-            kind=RequestKind.OUTGOING, buffer=None, nbytes=0, state=RequestStage.POSTED
-        )
-        self.transfers = self.core = self
-        self.full = False
-        self.forgotten = False
-        # What the core has reported, and the leg has not taken in yet.
-        self.error: kvwire.KVWireError | None = None
-
-    def start_transfer(self, leg: Leg, **more: object) -> None:
-        if self.full:
-            raise kvwire.UsageError("full")
-        leg.core, self.request.context = self.request, leg
-
-    def refuse(
-        self, request: RequestRecord, error: kvwire.KVWireError, code: WireCode
-    ) -> None:
-        assert request is self.request
-        self.end(error)
-
-    def end(self, error: kvwire.KVWireError) -> None:
-        self.request.advance(RequestInput.FAIL)
-        self.error = error
-
-    def retire(self, request: RequestRecord) -> list[BufferId]:
-        assert not self.forgotten
-        return []
-
-    def forget(self, request: RequestRecord) -> list[BufferId]:
-        assert request.over
-        self.forgotten = True
-        return []
-
-    def run(self) -> None:
-        """Nothing to carry out."""
-
-
-class End:
-    """What a leg asks for, without plans and memory."""
-
-    _key, _priority, _receives = b"t", 0, False
-
-    @staticmethod
-    def _offer(peer_id: bytes) -> TransferOffer:
-        return TransferOffer(
-            geometry=msgspec.Raw(b"\x90"), endpoint_id=b"", peer_id=peer_id
-        )
-
-
-class OneLeg(Leg):
-    """What both ends do when a request is over, without plans and memory."""
-
-    def ended(self, error: kvwire.KVWireError | None) -> None:
-        self.step(LegInput.LOSE if self.may_resume(error) else LegInput.END)
-
-
-# When the peer agrees, all has landed, and the producer commits.
-NEWS = {
-    LegInput.AGREE: (LegState.ASKED,),
-    LegInput.SETTLE: (LegState.MOVING,),
-    LegInput.COMMIT: (LegState.MOVING, LegState.SETTLED),
-}
-
-
-class Life(RuleBasedStateMachine):
-    """One leg over any number of links, which do whatever links do.
-
-    Every rule is something that can happen then: the table has a step for it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.links: list[Link] = []
-        link: Any = Link()
-        end: Any = End
-        self.leg = OneLeg(end, link, PhaseTimer(), asks=True)
-        self._ask(link)
-
-    def _ask(self, link: Any) -> None:
-        self.leg.ask(link)
-        self.links.append(link)
-
-    @property
-    def link(self) -> Link:
-        return self.links[-1]
-
-    @rule(news=st.sampled_from(list(NEWS)))
-    def something_is_heard(self, news: LegInput) -> None:
-        if self.leg.state in NEWS[news]:
-            self.leg.step(news)
-
-    @rule()
-    def this_side_ends_it(self) -> None:
-        self.leg.refuse(kvwire.RequestCancelled("no"), WireCode.CANCELLED)
-
-    @precondition(lambda self: not self.link.request.over)
-    @rule(lost=st.booleans())
-    def the_core_ends_its_request(self, lost: bool) -> None:
-        """The leg takes that in later; this side may refuse meanwhile."""
-        error: kvwire.KVWireError = kvwire.PeerCancelled("the peer")
-        self.link.end(kvwire.ConnectionLost("cut") if lost else error)
-
-    @precondition(lambda self: self.link.error is not None)
-    @rule()
-    def the_leg_takes_it_in(self) -> None:
-        error, self.link.error = self.link.error, None
-        if self.link.request.context is self.leg:
-            self.leg.ended(error)
-
-    @rule()
-    def the_transfer_lets_go_of_its_memory(self) -> None:
-        """Its link has ended, or its outcome is known: that may be at any time."""
-        self.leg.release()
-
-    @precondition(lambda self: self.leg.state is LegState.WAITING)
-    @rule(full=st.booleans())
-    def another_link_comes(self, full: bool) -> None:
-        link: Any = Link()
-        link.full = full
-        try:
-            self._ask(link)
-        except kvwire.UsageError:
-            assert self.leg.state is LegState.WAITING
-
-    @invariant()
-    def what_waits_has_no_link_that_may_touch_its_memory(self) -> None:
-        if self.leg.state is LegState.WAITING:
-            assert self.leg.core is None
-        if self.leg.state is LegState.LOST:
-            assert self.leg.core is not None
-        for link in self.links[:-1]:
-            assert link.request.over
-            assert link.forgotten
-        if not self.link.request.over:
-            assert self.leg.core is self.link.request
-            assert self.leg.state in ON_LINK
-
-    @invariant()
-    def what_is_over_stays_over(self) -> None:
-        if self.leg.state is LegState.OVER:
-            assert self.link.request.over
-
-
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=examples(1500), stateful_step_count=30)
