@@ -1,4 +1,4 @@
-"""Guests live as long as a module: a boot takes as long as most of its tests."""
+"""One guest for all tests of one host, one pair for all of two: a boot takes long."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from tests.rdma.hosts import Host, free_port, one, two
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _asked_for(request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--rdma"):
         pytest.skip("guests take minutes: `make test-rdma` runs them")
@@ -20,7 +20,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
         yield found
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
     """Two guests on a wire."""
     with two(tmp_path_factory.mktemp("out"), free_port()) as found:

@@ -25,11 +25,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.rdma import warm
+
 GUEST = Path(__file__).with_name("guest")
 PYTHON = sys.executable
+MOVER = "warm tests.rdma.mover"
 FIRST = "192.168.78.1"  # of two; the other one is .2
 _NOT_PASSED = ("UCX_", "KVWIRE_")
-LIFE_S = 1800.0
+LIFE_S = 7200.0
+# Only a hang takes so long, on a loaded machine too.
+PATIENCE_S = 600.0
 # Of the wire of two hosts: room for rxe's largest packets, since a guest's time goes
 # into their number.
 MTU_BYTES = 4500
@@ -50,6 +55,7 @@ class Host:
     def __init__(self, out: Path, wire: str = "", life_s: float = LIFE_S) -> None:
         net = ["--net", wire, "--mtu", str(MTU_BYTES)] if wire else []
         self.out = out
+        self._is_one_of_two = bool(wire)
         # Not in `out`: the path of a Unix socket has 107 bytes.
         self._folder = tempfile.TemporaryDirectory(prefix="rdma-")
         self._monitor = f"{self._folder.name}/monitor"
@@ -77,11 +83,18 @@ class Host:
             self._lines.put(line)
         self._lines.put(None)
 
-    def booted(self, timeout_s: float = 180.0) -> None:
+    def booted(self, timeout_s: float = PATIENCE_S) -> None:
         """Wait until the guest's shell reads commands."""
         self._until(_READY, "boot", time.monotonic() + timeout_s)
+        imported = " ".join(warm.TWO_HOSTS if self._is_one_of_two else warm.ONE_HOST)
+        self.run(
+            f"mkfifo {warm.FIFO}; {PYTHON} -m tests.rdma.warm {imported} </dev/null &"
+        )
+        self.run(warm.FUNCTION)
 
-    def run(self, command: str, timeout_s: float = 180.0, *, check: bool = True) -> str:
+    def run(
+        self, command: str, timeout_s: float = PATIENCE_S, *, check: bool = True
+    ) -> str:
         """Run a command in the guest, and return what it printed.
 
         Raises:
@@ -118,9 +131,10 @@ class Host:
         self._started[name] = self._started.get(name, 0) + 1
         log = self._log(name)
         log.touch()
+        pid = f"/run/{name}.pid"
         self.run(
-            f"({command} & echo $! >/run/{name}.pid; wait $!; echo {_END} $?) "
-            f">{log} 2>&1 &"
+            f"(export {warm.PID}={pid}.warm; rm -f {pid}*; {command} & "
+            f"echo $! >{pid}; wait $!; echo {_END} $?) >>{log} 2>&1 &"
         )
 
     def printed(self, name: str) -> str:
@@ -130,7 +144,7 @@ class Host:
     def _log(self, name: str) -> Path:
         return self.out / f"{name}-{self._started[name]}.log"
 
-    def wait_for(self, name: str, text: str, timeout_s: float = 180.0) -> str:
+    def wait_for(self, name: str, text: str, timeout_s: float = PATIENCE_S) -> str:
         """Wait until a started command has printed ``text``."""
         end = time.monotonic() + timeout_s
         while text not in self.printed(name):
@@ -141,7 +155,8 @@ class Host:
 
     def stop(self, name: str, sig: str = "TERM") -> None:
         """Send a signal to a started command."""
-        self.run(f"kill -{sig} $(cat /run/{name}.pid)", check=False)
+        pid = f"/run/{name}.pid"
+        self.run(f"kill -{sig} $(cat {pid}.warm || cat {pid})", check=False)
 
     def cable(self, state: str) -> None:
         """Plug the wire in ("on"), or out ("off"): the port has no carrier then."""
@@ -179,6 +194,12 @@ class Host:
         with contextlib.suppress(BrokenPipeError):  # a command that was not read
             self._process.communicate()
         self._folder.cleanup()
+
+
+def sent_packets(host: Host) -> int:
+    """How many packets its RDMA device has sent."""
+    counters = "/sys/class/infiniband/rxe0/ports/1/hw_counters"
+    return int(host.run(f"cat {counters}/sent_pkts"))
 
 
 def let_pass(seconds: float) -> None:

@@ -11,7 +11,8 @@ any byte was wrong. `--over` names the transport, and with `--require` nothing e
 carry the data. `--fragments` are the sizes of the pieces of memory: each transfer has
 the next one. With `--hold` the reader says when it has the first half of the layers,
 and the owner waits for SIGUSR1 with the second; with `--give-up` as well, the reader
-aborts in the middle of that.
+aborts in the middle of that. Variables KVWIRE_... choose another trust than a key, and
+a directory, in which the reader then looks for the role `owner`.
 """
 
 import argparse
@@ -42,17 +43,22 @@ KEY_FILE: Final = "/run/rdma.key"
 KEY: Final = "5b" * 32
 
 Words = npt.NDArray[Any]
+Memory = tuple[kvwire.PagedCache, Words]
 
 
-def _memory(options: argparse.Namespace) -> list[tuple[kvwire.PagedCache, Words]]:
-    """A cache for each size of fragments, and its memory as words by layer and block.
+def _memories(options: argparse.Namespace) -> list[list[Memory]]:
+    """What each of those at once has: a cache for each size of fragments.
 
-    Transfers take them in turn.
+    Its transfers take them in turn.
     """
-    return [_cache(options.mib, kib) for kib in options.fragments]
+    return [
+        [_cache(options.mib, kib) for kib in options.fragments]
+        for _ in range(options.at_once)
+    ]
 
 
-def _cache(mib: int, fragment_kib: int) -> tuple[kvwire.PagedCache, Words]:
+def _cache(mib: int, fragment_kib: int) -> Memory:
+    """A cache, and its memory as words by layer and block."""
     spec = kvwire.KVSpec(
         layers=LAYERS,
         kv_heads=8,
@@ -83,9 +89,9 @@ def config(options: argparse.Namespace) -> kvwire.Config:
         KEY_FILE, "w", opener=lambda path, flags: os.open(path, flags, 0o600)
     ) as f:
         f.write(KEY)
+    trust: dict[str, Any] = {"trust": "psk", "psk_file": KEY_FILE}
     return kvwire.Config.load(
-        trust="psk",
-        psk_file=KEY_FILE,
+        **({} if "KVWIRE_TRUST" in os.environ else trust),
         require=(options.over,) if options.require else (),
         prefer=(options.over,),
         handshake_timeout_s=60.0,
@@ -95,7 +101,13 @@ def config(options: argparse.Namespace) -> kvwire.Config:
     )
 
 
-def _written(memory: list[tuple[kvwire.PagedCache, Words]]) -> int:
+def _numbers(options: argparse.Namespace, first: int) -> range:
+    """The transfers of one of those at once."""
+    start: int = options.start
+    return range(start + first, start + options.count, options.at_once)
+
+
+def _written(memory: list[Memory]) -> int:
     """How many words are no longer as they were after the last use."""
     return sum(int((words != CANARY).sum()) for _, words in memory)
 
@@ -112,7 +124,6 @@ def _print(number: int, outcome: kvwire.Outcome, **more: object) -> None:
 
 async def serve(options: argparse.Namespace) -> int:
     """Publish one transfer after the other, from memory filled anew for each."""
-    memory = _memory(options)
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()
@@ -120,10 +131,9 @@ async def serve(options: argparse.Namespace) -> int:
     go_on = asyncio.Event()
     loop.add_signal_handler(signal.SIGUSR1, go_on.set)
     async with kvwire.open(config(options), name="owner") as comm:
-        await comm.listen(f"0.0.0.0:{PORT}")
-        print("listening", flush=True)
-        with contextlib.suppress(asyncio.CancelledError):
-            for number in range(options.start, options.start + options.count):
+
+        async def publish(first: int, memory: list[Memory]) -> None:
+            for number in _numbers(options, first):
                 cache, words = memory[number % len(memory)]
                 words[:] = _expected(number, words)
                 ids = range(words.shape[1])
@@ -138,57 +148,80 @@ async def serve(options: argparse.Namespace) -> int:
                 await out.drained()
                 words[:] = CANARY
                 _print(number, outcome)
-            await asyncio.Event().wait()
+
+        await comm.listen(f"{options.at}:{PORT}")
+        if comm.config.directory:
+            comm.announce(role="owner")
+        print("listening", flush=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            async with asyncio.TaskGroup() as group:
+                for first, memory in enumerate(_memories(options)):
+                    group.create_task(publish(first, memory))
+                await asyncio.Event().wait()
     print("closed", flush=True)
     return 0
 
 
 async def pull(options: argparse.Namespace) -> int:
     """Pull them, and compare each word."""
-    memory = _memory(options)
-    ends: Counter[str] = Counter()
-    wrong = late = nbytes = 0
+    found: Counter[str] = Counter(wrong=0, late=0, bytes=0)
     began = time.monotonic()
+    memories = _memories(options)
     async with kvwire.open(config(options), name="reader") as comm:
-        peer = comm.peer(f"{options.at}:{PORT}")
-        for number in range(options.start, options.start + options.count):
-            cache, words = memory[number % len(memory)]
-            ids = range(words.shape[1])
-            incoming = peer.pull(str(number), cache, ids, deadline=options.deadline)
-            if options.hold:
-                with contextlib.suppress(kvwire.RequestError):  # the outcome has it
-                    await incoming.layer(HALF - 1)
-                    print(f"half of {number}", flush=True)
-                    if options.give_up:
-                        await incoming.layer(HALF)  # and the next one is on its way
-                        incoming.abort("it gave up")
-            outcome = await incoming
-            landed = outcome.landed.ids()
-            differs = words[:, landed] != _expected(number, words)[:, landed]
-            bad = int(differs.any(axis=-1).sum())
-            wrong += bad
-            nbytes += words[:, landed].nbytes
-            ends[outcome.state] += 1
-            await incoming.drained()
-            words[:] = CANARY
-            way = str(peer.connection.transport_report) if peer.connection else ""
-            _print(number, outcome, landed=len(landed), wrong=bad, way=way)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(options.watch):
-                    await asyncio.Event().wait()  # nothing may happen meanwhile
-            late += _written(memory)
-            if options.once_lost and outcome.state != "complete":
-                break
-    late += _written(memory)  # the communicator is closed
-    summary = {
-        **ends,
-        "wrong": wrong,
-        "late": late,
-        "seconds": round(time.monotonic() - began, 2),
-        "bytes": nbytes,
-    }
-    print("summary " + json.dumps(summary), flush=True)
-    return 1 if wrong or late else 0
+        peer = comm.peer(
+            "role=owner" if comm.config.directory else f"{options.at}:{PORT}"
+        )
+
+        async def each(first: int, memory: list[Memory]) -> None:
+            for number in _numbers(options, first):
+                state = await _pulled(number, memory, peer, options, found)
+                if options.once_lost and state != "complete":
+                    break
+
+        async with asyncio.TaskGroup() as group:
+            for first, memory in enumerate(memories):
+                group.create_task(each(first, memory))
+    for memory in memories:  # the communicator is closed
+        found["late"] += _written(memory)
+    seconds = round(time.monotonic() - began, 2)
+    print("summary " + json.dumps({**found, "seconds": seconds}), flush=True)
+    return 1 if found["wrong"] or found["late"] else 0
+
+
+async def _pulled(
+    number: int,
+    memory: list[Memory],
+    peer: kvwire.Peer,
+    options: argparse.Namespace,
+    found: Counter[str],
+) -> str:
+    """Pull one, and count what its memory holds; returns the state of its outcome."""
+    cache, words = memory[number % len(memory)]
+    ids = range(words.shape[1])
+    incoming = peer.pull(str(number), cache, ids, deadline=options.deadline)
+    if options.hold:
+        with contextlib.suppress(kvwire.RequestError):  # the outcome has it
+            await incoming.layer(HALF - 1)
+            print(f"half of {number}", flush=True)
+            if options.give_up:
+                await incoming.layer(HALF)  # and the next one is on its way
+                incoming.abort("it gave up")
+    outcome = await incoming
+    landed = outcome.landed.ids()
+    differs = words[:, landed] != _expected(number, words)[:, landed]
+    wrong = int(differs.any(axis=-1).sum())
+    found["wrong"] += wrong
+    found["bytes"] += words[:, landed].nbytes
+    found[outcome.state] += 1
+    await incoming.drained()
+    words[:] = CANARY
+    way = str(peer.connection.transport_report) if peer.connection else ""
+    _print(number, outcome, landed=len(landed), wrong=wrong, way=way)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(options.watch):
+            await asyncio.Event().wait()  # nothing may happen meanwhile
+    found["late"] += _written(memory)
+    return outcome.state
 
 
 def main() -> int:
@@ -197,6 +230,7 @@ def main() -> int:
     parser.add_argument("role", choices=["serve", "pull"])
     parser.add_argument("--count", type=int, default=1)
     parser.add_argument("--start", type=int, default=0, help="the first one's number")
+    parser.add_argument("--at-once", type=int, default=1, help="transfers")
     parser.add_argument("--mib", type=int, default=4, help="of each transfer")
     # 64 KiB: read where they lie, rather than packed.
     parser.add_argument("--fragments", type=int, nargs="+", default=[64], help="KiB")

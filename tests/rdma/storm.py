@@ -22,11 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from tests.rdma.hosts import PYTHON, Host, HostError, free_port, let_pass, two
+from tests.rdma.hosts import MOVER, Host, HostError, free_port, let_pass, two
 
-MOVER: Final = f"{PYTHON} -m tests.rdma.mover"
-TRANSFERS: Final = 12  # of each round
-MIB: Final = 4  # of each transfer
+TRANSFERS: Final = 40  # of each round
+AT_ONCE: Final = 8
+MIB: Final = 2  # of each transfer
+FRAGMENTS: Final = "4 32 64 512"  # KiB
 DEADLINE_S: Final = 60.0
 # How long a round may take before it counts as stuck.
 ROUND_S: Final = 300.0
@@ -92,12 +93,13 @@ DEVICE: Final = (
 def play(hosts: tuple[Host, Host], name: str, chance: random.Random) -> Counter[str]:
     """Play one round, and return what it came to."""
     first, second = hosts
-    options = f"--count {TRANSFERS} --mib {MIB} --deadline {DEADLINE_S:g}"
+    options = f"--count {TRANSFERS} --at-once {AT_ONCE} --mib {MIB}"
+    options += f" --fragments {FRAGMENTS} --deadline {DEADLINE_S:g}"
     first.start("owner", f"{MOVER} serve {options}")
     found: Counter[str] = Counter()
     try:
         second.start("reader", f"{MOVER} pull --once-lost {options}")
-        second.wait_for("reader", '{"transfer": 0')
+        second.wait_for("reader", '{"transfer": ')
         let_pass(chance.uniform(0, 1.5))
         killed = FAULTS[name](first, second, chance)
         ended = [("reader", second.wait_for("reader", "rig-status", ROUND_S))]

@@ -1,66 +1,91 @@
-"""The tests of the backend `ucx`, once more where UCX finds an RDMA device."""
+"""The backend `ucx` where UCX finds an RDMA device: its own tests, the kit of lanes."""
 
+import json
 import re
 
 import pytest
 
-from tests.rdma.hosts import PYTHON, Host
+from tests.rdma.hosts import PYTHON, Host, sent_packets
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = pytest.mark.timeout(3000)
 # The device, and loopback for the tests that are about TCP.
 DEVICES = "UCX_NET_DEVICES=rxe0:1,lo"
-PYTEST = f"{DEVICES} {PYTHON} -m pytest -q -p no:cacheprovider --color=no"
-
-
+# The process that forks has imported pytest.
+PYTEST = (
+    "warm pytest -W ignore::pytest.PytestAssertRewriteWarning -q -p no:cacheprovider "
+    "--color=no --durations 8"
+)
 OWN = (
     "tests/backends/kvwire_ucx/test_backend.py tests/backends/kvwire_ucx/test_lane.py "
     "tests/backends/kvwire_ucx/test_registration.py "
-    "tests/backends/kvwire_ucx/test_worker.py"
+    "tests/backends/kvwire_ucx/test_worker.py tests/backends/test_transfers.py"
 )
-KIT = (
-    "tests/backends/kvwire_ucx/test_lane.py tests/backends/test_conformance.py "
-    "tests/backends/test_transfers.py"
-)
-KILLS = "tests/backends/test_processes.py"
 # UCX 1.13 ends the process if it frees a lane whose RC queue pairs never connected. So
-# kvwire keeps such a lane, and the tests that count its descriptors find them.
-NOT_OVER_RC = "ucx and not peer-gone"
-# Checks that take longest, and are less about verbs than others.
-LONG = "sixteen or changing or ping-pong or fair-other or cycles"
+# kvwire keeps such a lane, and the checks of joins count what it holds.
+WHICH = "ucx and not has_just_connected"
+NO_JOINS = "[!j]*"
+KILLS = "tests/backends/test_processes.py"
+KIT = "warm kvwire.cli.main certify backend ucx --lanes --timeout 300"
+# UCX connects RC queue pairs over UD ones, and prefers the former.
+RC = "--setting TLS=self,ud_verbs,rc_verbs --loop asyncio"
+UD = "--setting TLS=self,ud_verbs --loop uvloop"
 
 
 @pytest.mark.parametrize(
-    ("loop", "tests", "which", "count"),
+    ("tests", "count"),
     [
-        pytest.param(
-            *("asyncio", KIT, f"{NOT_OVER_RC} and not ({LONG})", 50), id="rc_verbs"
-        ),
-        pytest.param("uvloop", OWN, "ucx", 30, id="ud_verbs"),
-        pytest.param(
-            *("asyncio", f"{KIT} {KILLS}", NOT_OVER_RC, 60),
-            id="rc_kit",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("uvloop", f"{KIT} {KILLS}", "ucx", 50),
-            id="ud_kit",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(OWN, 75, id="own"),
+        pytest.param(KILLS, 8, id="kills", marks=pytest.mark.slow),
     ],
 )
-def test_the_backend_keeps_its_contract(
-    host: Host, loop: str, tests: str, which: str, count: int
+def test_tests_of_the_backend_pass_over_verbs(
+    host: Host, tests: str, count: int
 ) -> None:
-    """With a loop for each kind of queue pair: see `transports_of_this_loop`."""
-    printed = host.run(
-        f"{PYTEST} --durations 8 --loops {loop} -k {which!r} {tests}", 900, check=False
-    )
+    """RC on one loop and UD on the other: see `transports_of_this_loop`."""
+    command = f"{DEVICES} {PYTEST} --loops asyncio,uvloop -k '{WHICH}' {tests}"
+    printed = host.run(command, 2400, check=False)
     print(printed[-6000:])
     passed = re.search(r"(\d+) passed", printed)
     assert passed, printed
     assert int(passed[1]) >= count
     assert "failed" not in printed.splitlines()[-1]
     assert "error" not in printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("way", "which", "count"),
+    [
+        pytest.param(RC, "memory.*", 20, id="rc_verbs"),
+        pytest.param(UD, "abort.*", 24, id="ud_verbs"),
+        pytest.param(RC, NO_JOINS, 163, id="rc_kit", marks=pytest.mark.slow),
+        pytest.param(UD, "*", 172, id="ud_kit", marks=pytest.mark.slow),
+    ],
+)
+def test_lanes_keep_their_promises_over_verbs(
+    host: Host, way: str, which: str, count: int
+) -> None:
+    printed = host.run(f"{DEVICES} {KIT} {way} --only '{which}'", 2400)
+    all_passed = re.search(r"(\d+) of \1 checks passed", printed)
+    assert all_passed, printed
+    assert int(all_passed[1]) >= count
+
+
+@pytest.mark.parametrize(
+    "schedules", [3, pytest.param(50, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_certify_finds_nothing_over_verbs(host: Host, schedules: int) -> None:
+    """Cancels, time limits, kills and reconnects, and every byte of both ends."""
+    before = sent_packets(host)
+    verbs = "UCX_NET_DEVICES=rxe0:1 UCX_TLS=self,ud_verbs,rc_verbs"
+    command = f"certify kvwire:ucx --schedules {schedules} --limit 60 --json"
+    printed = host.run(
+        f"{verbs} warm kvwire.cli.main {command} --into /run 2>/run/certify.log", 2400
+    )
+    found = json.loads(printed)
+    assert found["schedules"] == schedules
+    assert found["operations"] > 0
+    assert found["breaches"] == []
+    assert sent_packets(host) - before > found["operations"]
 
 
 def test_rdma_that_is_required_and_gone_is_refused_by_name(host: Host) -> None:
