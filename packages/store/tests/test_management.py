@@ -7,6 +7,8 @@ import errno
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
+from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -311,17 +313,19 @@ async def test_a_size_of_which_all_is_pinned_takes_another_slab() -> None:
 
 
 async def test_what_was_put_by_a_clock_that_ran_ahead_grows_old_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    tiers, cache = ["memory:64KiB", f"disk:{tmp_path}?size=1MiB"], Filled(seed=1).cache
-    with monkeypatch.context() as patch:
-        patch.setattr("kvwire_store.tiers.disk.time", lambda: time.time() + 1e9)
-        async with BlockStore.open(tiers, tenants=["t?ttl=3600"]) as store:
-            await store.put(A, cache, range(4), tenant="t")
-    async with BlockStore.open(tiers, tenants=["t?ttl=3600"]) as store:
+    address = TierAddress.parse(f"disk:{tmp_path}?size=1MiB")
+    tenants, cache, now_s = Tenants(["t?ttl=3600"]), Filled(seed=1).cache, time.time()
+    ahead = partial(add, now_s, 1e9)
+    tier = await DiskTier.open(address, tenants, now=ahead)
+    async with store_on(tier, tenants=tenants) as store:
+        inside.tiers(store).memory.index.now = ahead
+        assert (await store.put(A, cache, range(4), tenant="t")).complete
+    tier = await DiskTier.open(address, tenants)
+    async with store_on(tier, tenants=tenants) as store:
         assert await store.match(A, cache, tenant="t") == 4
-        (tier,) = inside.tiers(store).below
-        tier.index.now = lambda: time.time() + 3601  # type: ignore[attr-defined]
+        tier.index.now = partial(add, now_s, 3700.0)
         assert await store.match(A, cache, tenant="t") == 0
 
 

@@ -28,7 +28,7 @@ import errno
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -113,6 +113,7 @@ class DiskTier(CodedTier):
         address: TierAddress,
         directory: TierDirectory,
         tenants: Tenants,
+        now: Callable[[], float],
     ) -> None:
         super().__init__(address)
         self._directory = directory
@@ -122,6 +123,7 @@ class DiskTier(CodedTier):
         nbytes = len(self._slabs) * self._slabs.slab_bytes
         self._tenants = tenants
         self.index = Index(self._slabs, tenants.shares("disk", nbytes))
+        self.index.now = now
         self._sums = np.zeros(self._slabs.slots, np.uint64)
         self._nbytes = np.zeros(self._slabs.slots, np.int64)
         self._trusted = np.zeros(self._slabs.slots, np.bool_)
@@ -149,8 +151,11 @@ class DiskTier(CodedTier):
         tenants: Tenants | None = None,
         *,
         file_type: type[File] = File,
+        now: Callable[[], float] = time,
     ) -> DiskTier:
         """Open a tier: ``disk:DIRECTORY?size=SIZE&slab=SIZE&sync=...``.
+
+        ``now`` returns the seconds since 1970 by which blocks grow old.
 
         Cancel safety: the directory is unlocked and closed again.
         """
@@ -163,7 +168,8 @@ class DiskTier(CodedTier):
             opened.append(
                 TierDirectory(place, nbytes, slab_bytes, sync == "put", file_type)
             )
-            return cls(address, opened[0], Tenants() if tenants is None else tenants)
+            shared_by = Tenants() if tenants is None else tenants
+            return cls(address, opened[0], shared_by, now)
 
         try:
             return await threads.run(open_it)
@@ -609,7 +615,7 @@ class DiskTier(CodedTier):
             self._slabs.restore(slab, int(self._named_bytes[slab]), taken)
         # The size with the newest write counts as the last used one. Times in the
         # future, from a wrong clock, are replaced by now, so that blocks can expire.
-        born = np.minimum(rows.serials / _SERIALS_PER_S, time())
+        born = np.minimum(rows.serials / _SERIALS_PER_S, self.index.now())
         owners = self._owners(rows.keys)
         for size in reversed(dict.fromkeys(sizes.tolist())):
             mine = sizes == size
@@ -661,7 +667,7 @@ class DiskTier(CodedTier):
             self._file.sync()
         # A chain's head is newer than the blocks after it; see Index.unpin. Serial
         # numbers are also microseconds since 1970, and never decrease.
-        self._serial = max(self._serial, int(time() * _SERIALS_PER_S))
+        self._serial = max(self._serial, int(self.index.now() * _SERIALS_PER_S))
         serials = self._serial + np.arange(slots.size, 0, -1)
         self._serial += slots.size
         rows = DiskRows(slots, batch.keys, batch.orders, nbytes, sums, serials)

@@ -10,7 +10,6 @@ from typing import Final
 
 import numpy as np
 
-import kvwire_store.tiers.disk
 from kvwire.kv.blocks import Bits
 from kvwire_certify.oracle import Wrong
 from kvwire_store.address import TierAddress
@@ -38,8 +37,6 @@ class Clock:
 
 
 CLOCK = Clock()
-# What a row on a disk says of its age; from here on, in this process.
-kvwire_store.tiers.disk.time = CLOCK  # type: ignore[attr-defined]
 
 
 def size_of(kind: int) -> int:
@@ -122,11 +119,12 @@ class Life:
         POINTS.watch(self.directory)
         self._tier = None
         tenants = Tenants(self.room.tenants)
-        self._tier = await DiskTier.open(address, tenants, file_type=PointedFile)
+        self._tier = await DiskTier.open(
+            address, tenants, file_type=PointedFile, now=CLOCK
+        )
         memory = f"memory:{self.room.memory}"
         self._store = store_on(self._tier, memory=memory, tenants=tenants)
-        for index in (self._tier.index, inside.tiers(self._store).memory.index):
-            index.now = CLOCK
+        inside.tiers(self._store).memory.index.now = CLOCK
         replaced = 0
         if self.inherited is not None:
             replaced = len(self.present(self.shadow.tried) - self.inherited)
