@@ -74,23 +74,31 @@ class EvictionQueue:
     def release(self, slots: Ids) -> None:
         """Put blocks at the back, whether they are in the queue or not."""
         count = slots.size
+        if count == 1:
+            self.release_one(slots.item(0))
+            return
         if self._end + count > self._log.shape[1]:
             self._make_room(count)
         state = self.state
         begin = self._end
         self._end += count
-        if count == 1:
-            state.clock += 1
-            slot = slots.item(0)
-            self._log[0, begin] = slot
-            self._log[1, begin] = state.queued_at[slot] = state.clock
-            return
         clocks = np.arange(state.clock + 1, state.clock + count + 1)
         state.clock += count
         self._log[0, begin : self._end] = slots
         self._log[1, begin : self._end] = clocks
         # Of a slot that is listed twice, the last clock stays.
         state.queued_at[slots] = clocks
+
+    def release_one(self, slot: int) -> None:
+        """Put a block at the back, whether it is in the queue or not."""
+        if self._end == self._log.shape[1]:
+            self._make_room(1)
+        state = self.state
+        begin = self._end
+        self._end = begin + 1
+        state.clock += 1
+        self._log[0, begin] = slot
+        self._log[1, begin] = state.queued_at[slot] = state.clock
 
     def pop(self, count: int) -> tuple[Keys, Ids]:
         """Remove and return up to ``count`` blocks to evict, in order."""

@@ -239,9 +239,9 @@ def test_slots_of_several_sizes_are_held_and_used_as_one() -> None:
 
 
 def test_no_call_has_bytecode_for_each_block() -> None:
-    """As many steps for 400 blocks as for 4, and among 3,000 as among 30."""
+    """As many steps for 400 blocks as for 40, and among 3,000 as among 300."""
     steps = set()
-    for blocks, used in ((30, 4), (3_000, 4), (3_000, 400)):
+    for blocks, used in ((300, 40), (3_000, 40), (3_000, 400)):
         index = Index(Slabs(blocks // 10, 16 * GRAIN_BYTES))
         names = [b"%d" % i for i in range(blocks)]
         filled(index, 1, names)

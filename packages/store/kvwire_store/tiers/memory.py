@@ -34,10 +34,10 @@ from kvwire.aio import start_task
 from kvwire.kv.blocks import Bits, Ids, all_of
 from kvwire.kv.fragments import Array, Fragments, Payload
 from kvwire.memory.arena import Arena, may_share
-from kvwire.memory.buffers import slice_payload
+from kvwire.memory.buffers import mid_page_memory, slice_payload
 from kvwire.memory.copy import copy
 from kvwire.memory.generations import Generations
-from kvwire_store.images import line_of, rows
+from kvwire_store.images import rows
 from kvwire_store.index import Index
 from kvwire_store.keys import (
     IndexedSlots,
@@ -102,6 +102,8 @@ class MemoryTier:
         # Has the type of the numbers that are added to it; see `images`.
         self._base = np.int64(self._bytes.ctypes.data)
         self._shared: SharedMemory | None = None
+        # bounded: STORE_INLINE_BYTES
+        self._line = memoryview(b"")
         self._headroom_bytes = min(
             STORE_HEADROOM_BYTES, self.counts.size_bytes // STORE_SLABS
         )
@@ -163,11 +165,24 @@ class MemoryTier:
         )
 
     def line(self, slots: Ids, nbytes: int) -> memoryview:
-        """Return the images in some slots, one after the other, to be read at once."""
+        """Return the images in some slots, one after the other, to be read at once.
+
+        At most ``STORE_INLINE_BYTES`` of them; the next call may overwrite them.
+        """
         if slots.size == 1:
             begin = self.index.slabs.begins.item(slots.item(0))
             return self._bytes[begin : begin + nbytes].data
-        return line_of(self.images(slots, nbytes))
+        begins = self.index.slabs.begins[slots].tolist()
+        begin = begins[0]
+        total = nbytes * len(begins)
+        if begins == list(range(begin, begin + total, nbytes)):  # side by side
+            return self._bytes[begin : begin + total].data
+        if total > self._line.nbytes:
+            # New memory for each answer would be faulted in page by page.
+            self._line = mid_page_memory(total).data
+        line = self._line[:total]
+        copy(self.images(slots, nbytes), line)
+        return line
 
     def too_large(self, nbytes: int, tenant: int = 0) -> str:
         """Return why a block of ``nbytes`` does not fit here, or ""."""

@@ -15,6 +15,8 @@ import pytest
 
 import kvwire
 from kvwire import KVSpec, UsageError
+from kvwire.kv.fragments import Fragments, Payload
+from kvwire.memory.copy import copy
 from kvwire_store import BlockStore, StoreServer
 from kvwire_store.keys import Keys, as_keys
 from kvwire_store.limits import STORE_KEYS_MAX, STORE_UNASKED_BYTES
@@ -395,8 +397,10 @@ async def test_blocks_that_memory_cannot_copy_leave_no_slot_taken(
     """The caller has them already."""
     source, target = Filled(8, seed=1), Filled(8)
 
-    def fail(*_: object) -> None:
-        raise MemoryError
+    def fail(images: Payload, room: Payload) -> None:
+        if isinstance(room, Fragments):
+            raise MemoryError
+        copy(images, room)  # the server's own
 
     async with asking("memory:16MiB") as (served, store):
         assert (await served.put(chain(3), source.cache, range(3))).complete
