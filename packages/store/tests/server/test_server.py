@@ -16,6 +16,7 @@ import kvwire_store.server.session
 from kvwire import UsageError, limits
 from kvwire.security.keys import write_key_file
 from kvwire_store import BlockStore, StoreServer
+from kvwire_store.keys import Keys
 from kvwire_store.limits import (
     STORE_LENT_SHARE,
     STORE_REQUEST_BYTES_MAX,
@@ -26,6 +27,8 @@ from kvwire_store.operations import base
 from kvwire_store.server import messages
 from kvwire_store.tiers.base import BlockResult
 from kvwire_store.tiers.slabs import rounded
+from packages.store.tests.fakes import FakeTier
+from packages.store.tests.files import store_on
 from packages.store.tests.server.rig import (
     APART,
     MANY,
@@ -95,16 +98,20 @@ async def test_the_log_names_clients_that_come_and_go(
 
 
 async def test_a_bug_of_ours_costs_one_client(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def broken(_: object) -> None:
-        raise RuntimeError("a bug")
+    class Broken(FakeTier):
+        def touch(self, keys: Keys) -> None:
+            if keys.tolist() == [NAMESPACE.digest + chain(1)[0]]:
+                raise RuntimeError("a bug")
 
-    async with serving() as (store, server), client(server) as one:
-        with monkeypatch.context() as patch:
-            patch.setattr(inside.tiers(store), "touch", broken)
-            await one.say(messages.Touch(names(chain(1))))
-            assert await one.dropped()
+    async with (
+        store_on(Broken()) as store,
+        StoreServer(store, "127.0.0.1:0") as server,
+        client(server) as one,
+    ):
+        await one.say(messages.Touch(names(chain(1))))
+        assert await one.dropped()
         await until(lambda: not server.clients())
         assert server.dropped == 1
         assert "RuntimeError: a bug" in caplog.text
@@ -609,20 +616,20 @@ async def test_a_server_that_could_not_listen_can_be_closed() -> None:
         assert await works(first)
 
 
-async def test_a_cancelled_close_of_a_server_is_gone_on_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_cancelled_close_of_a_server_is_gone_on_with() -> None:
     """It returns when nothing touches the store any more, and not before."""
     reached, go = asyncio.Event(), asyncio.Event()
-    flush = BlockStore.flush
 
-    async def slow(store: BlockStore) -> None:
-        reached.set()
-        await go.wait()
-        await flush(store)
+    class Slow(FakeTier):
+        async def flush(self) -> None:
+            reached.set()
+            await go.wait()
 
-    monkeypatch.setattr(BlockStore, "flush", slow)
-    async with serving() as (_, server), client(server) as one:
+    async with (
+        store_on(Slow()) as store,
+        StoreServer(store, "127.0.0.1:0") as server,
+        client(server) as one,
+    ):
         await one.say(messages.Flush(1))
         await reached.wait()
         closing = asyncio.create_task(server.close())
