@@ -26,7 +26,7 @@ import pytest
 
 import kvwire
 from kvwire.errors import ProtocolError
-from kvwire.kv.outcome import Timings
+from kvwire.kv.outcome import timings_of
 from kvwire.transfers import registry as registry_module
 from kvwire.transfers import timings
 from kvwire.transfers.transfer import NO_MEMORY_S
@@ -196,7 +196,7 @@ class Town:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         """Note errors that are only logged; let memory be short; make tables small."""
-        town, real = self, Timings
+        town, real = self, timings_of
 
         class Listener(logging.Handler):
             def emit(self, record: logging.LogRecord) -> None:
@@ -220,7 +220,7 @@ class Town:
         listener, logger = Listener(logging.WARNING), logging.getLogger("kvwire")
         logger.addHandler(listener)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(timings, "Timings", made)
+            patch.setattr(timings, "timings_of", made)
             patch.setattr(registry_module, "TOMBSTONES_MAX", TOMBSTONES)
             yield
         logger.removeHandler(listener)
