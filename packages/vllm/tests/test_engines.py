@@ -22,6 +22,7 @@ import msgspec
 import pytest
 
 import kvwire
+from kvwire.aio import gather_all
 from packages.vllm.tests.support.models import (
     EOS_TOKEN,
     make_model,
@@ -397,10 +398,11 @@ async def decoded(
     name, blocks = secrets.token_hex(8), len(ids) // BLOCK_TOKENS
     landed = [block for block in range(blocks) if block not in lost]
     sends = {"do_remote_decode": True, "transfer_id": name}
-    await asyncio.to_thread(prefill.generate, ids, 1, kv_transfer_params=sends)
     async with kvwire.open(require=["tcp"]) as comm:
         relay = Relay(comm, await comm.listen("127.0.0.1:0"), blocks=blocks)
-        await relay.take(prefill, name)
+        # Together, or a lease may end in between on a busy machine.
+        computing = partial(prefill.generate, ids, 1, kv_transfer_params=sends)
+        await gather_all(asyncio.to_thread(computing), relay.take(prefill, name))
         loads, out = relay.offer(landed)
         more: dict[str, Any] = {"timeout": leave_after_s} if leave_after_s else {}
         try:

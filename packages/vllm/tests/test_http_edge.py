@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import closing
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, closing, contextmanager
 from typing import Any
 
 import aiohttp
 import pytest
 
 from kvwire_vllm.proxy.app import ProxyApp
+from packages.vllm.tests.support.decoders import COUNT, Client, Decoder, moved, mover
 from packages.vllm.tests.support.proxies import (
     ASK,
     BODY,
@@ -27,9 +30,10 @@ from packages.vllm.tests.support.proxies import (
     post,
     proxy,
     says,
+    streamed,
     user_of,
 )
-from tests.support.pairs import until
+from tests.support.pairs import turns, until
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -257,6 +261,54 @@ async def test_what_is_no_valid_http_leaves_nothing_in_the_log(
     (answer,) = await answers(app(Engines()), sent)
     assert answer[2:5] == b"400"
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """Names of the proxy's generators that were left to the garbage collector."""
+    names: list[str] = []
+    hooks = sys.get_asyncgen_hooks()
+
+    def note(generator: Any) -> None:
+        if "/vllm/proxy/" in generator.ag_code.co_filename:
+            names.append(generator.ag_code.co_name)
+        elif hooks.finalizer is not None:
+            hooks.finalizer(generator)
+
+    sys.set_asyncgen_hooks(finalizer=note)
+    try:
+        yield names
+        gc.collect()
+    finally:
+        sys.set_asyncgen_hooks(finalizer=hooks.finalizer)
+
+
+@pytest.mark.parametrize("migrate", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_client_that_leaves_within_a_stream(migrate: bool, reads: bool) -> None:
+    """While the next part is read, and while one is written that it does not take."""
+    network = Engines(d1=endless(asyncio.Event()))
+    application = app(network, prefill=(), decode=[D1], migrate=migrate)
+    with collected() as names:
+        async with aclosing(streamed(application, max_tokens=COUNT)) as parts:
+            await anext(parts)
+            for _ in range(100 * reads):
+                await anext(parts)
+            await turns(100)
+        await turns(10)
+    assert not names
+
+
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_stream_that_goes_on_elsewhere(dies: bool) -> None:
+    first = Decoder(3, dies=dies)
+    application, _ = mover(d1=first, d2=Decoder())
+    with collected() as names:
+        client = Client(application)
+        await client.read(3)
+        await moved(application, client, first, engine=D1.url)
+        client.right()
+    assert not names
 
 
 # --- pages in browsers ----------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import random
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -17,6 +18,7 @@ from unittest.mock import Mock
 import aiohttp
 import pytest
 
+from kvwire.aio import start_task
 from kvwire_vllm.proxy.client import EngineFailed
 from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
 from kvwire_vllm.proxy.engines import VllmServer
@@ -40,6 +42,7 @@ from packages.vllm.tests.support.proxies import (
     gone,
     post,
     refused,
+    when,
 )
 from tests.support.pairs import until
 
@@ -313,6 +316,31 @@ async def test_decode_that_fails_with_prefill_is_not_blamed() -> None:
     engines.handlers = {}  # of the next try
     assert (await asked)[0] == 200
     assert engines.hosts() == ["p0", "d0", "d0"]
+
+
+async def test_a_client_that_leaves_as_its_engine_fails() -> None:
+    """In the same turn of the loop: nobody is told of an error that nobody has seen."""
+    said: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(
+        lambda _, context: said.append(context["message"])
+    )
+    asking: asyncio.Task[Any] | None = None
+
+    async def fails(_: dict[str, Any]) -> Said:
+        assert asking is not None
+        asking.cancel()
+        raise aiohttp.ServerDisconnectedError
+
+    network = Engines(p0=when(asyncio.Event()), d0=fails)
+    asked = ClientRequest("/v1/completions", dict(ASK))
+    async with AsyncExitStack() as stack:
+        # Not at once, where tasks are eager: it is cancelled by its name.
+        asking = start_task(dispatcher(network, 1, 1).ask(asked, stack))
+        await asyncio.wait((asking,))
+    asking = None
+    await asyncio.sleep(0)
+    gc.collect()
+    assert not said
 
 
 # --- answers that are errors ----------------------------------------------------------
