@@ -24,7 +24,7 @@ from kvwire.config import Config
 from kvwire.errors import ConnectionLost, KVWireError, UsageError, error_text
 from kvwire.kv.blocks import Bits, Ids, any_of
 from kvwire.kv.fragments import Fragments
-from kvwire.limits import EAGER_BYTES_MAX
+from kvwire.limits import EAGER_BYTES_MAX, MIB
 from kvwire.memory.copy import copy
 from kvwire_store.address import TierAddress
 from kvwire_store.cleanup import drain_or_abort
@@ -543,6 +543,8 @@ def client_config(address: TierAddress) -> Config:
         "message_bytes": STORE_REQUEST_BYTES_MAX,
         # A thousand keys, or a small block, are sent at once.
         "eager_bytes": EAGER_BYTES_MAX,
+        # Credit is returned, in a frame of its own, once half of this has arrived.
+        "window_bytes": 4 * MIB,
         # After a lost connection, requests are sent again or dropped.
         "resume": False,
     }
