@@ -20,6 +20,7 @@ AROUND_MAX: Final = 50
 CEILINGS: Final[dict[str, int]] = {
     "packages/certify/tests": 75,
     "packages/engines/tests": 55,
+    "packages/store/tests": 44,
     "packages/vllm/tests": 55,
     "tests/backend": 52,
     "tests/backends": 54,
@@ -33,7 +34,7 @@ CEILINGS: Final[dict[str, int]] = {
     "tests/support": 95,
     "tests/wire": 64,
 }
-CLASSES_MAX: Final = 430
+CLASSES_MAX: Final = 428
 
 
 @dataclass(slots=True)
