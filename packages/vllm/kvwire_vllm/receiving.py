@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -42,14 +42,19 @@ from kvwire_vllm.topology import RankRoute, lacking
 
 logger: logging.Logger = logging.getLogger("kvwire.vllm")
 
-# If prefill has answered, the prompt is published already or never will be: it was
-# fetched before, or prefill has restarted. If not, the prompt may wait behind many
-# others, so its time limit is `load_timeout_s`.
-_PUBLISHED_WITHIN_S: Final = 5.0
 _LACKING: Final = (
     "none of the ranks in the request has {}; the request names too few ranks, or a "
     "wrong number of pipeline stages"
 )
+
+
+class Patience(NamedTuple):
+    """How long a prompt is waited for."""
+
+    load_s: float  # until all of it is here; it may wait behind many others
+    # Until it is published, if prefill has answered. Then it is published already or
+    # never will be: it was fetched before, or prefill has restarted.
+    published_s: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +76,14 @@ class PromptReceive(PromptEnd[Incoming]):
         cache: PagedCache,
         peers: Peers,
         route: RankRoute,
-        timeout_s: float,
+        patience: Patience,
         after: object | None,
         codec: str = "",
     ) -> None:
         super().__init__(engine, cache, route)
         self._peers = peers
         self.load = load  # the prompt to fetch
-        self._timeout_s = timeout_s
+        self._patience = patience
         self._after = after
         self._codec = codec or None
         self._left = "anything"
@@ -115,7 +120,7 @@ class PromptReceive(PromptEnd[Incoming]):
         if self.reason or load.declined:
             await self._abort()
         impatience = asyncio.get_running_loop().call_later(
-            _PUBLISHED_WITHIN_S, self._end_unmet
+            self._patience.published_s, self._end_unmet
         )
         outcomes = [await part for part in self._parts]
         impatience.cancel()
@@ -253,7 +258,7 @@ class PromptReceive(PromptEnd[Incoming]):
         own = {name: load.blocks[name][part] for name, part in parts}
         there = {name: load.there[name][part] for name, part in parts}
         generations = {name: load.generations[name][part] for name, part in parts}
-        within = timedelta(seconds=self._timeout_s)
+        within = timedelta(seconds=self._patience.load_s)
         for window in windows:
             ticket = window.ticket(there, generations)
             self._reads.append(
@@ -268,7 +273,7 @@ class PromptReceive(PromptEnd[Incoming]):
     async def _begin(self, communicator: Communicator, parts: list[Incoming]) -> None:
         load = self.load
         options = load.options
-        options["deadline"] = timedelta(seconds=self._timeout_s)
+        options["deadline"] = timedelta(seconds=self._patience.load_s)
         if any(load.cached.values()):
             if not load.hashes:
                 raise UsageError(

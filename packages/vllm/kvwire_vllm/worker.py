@@ -40,7 +40,7 @@ from kvwire_vllm.metrics import (
 )
 from kvwire_vllm.offering import PromptOffer, PromptOffers
 from kvwire_vllm.peers import Peers
-from kvwire_vllm.receiving import PromptReceive
+from kvwire_vllm.receiving import Patience, PromptReceive
 from kvwire_vllm.sending import (
     NOTHING_WRITTEN,
     ForwardPass,
@@ -67,8 +67,10 @@ class WorkerSide:
         config: Config,
         shapes: Sequence[CacheShape],
         announcer: Announcer | None = None,
+        patience: Patience | None = None,
     ) -> None:
         self._settings = settings
+        self._patience = patience or Patience(settings.load_timeout_s)
         self._announcer = announcer
         self._shapes = tuple(shapes)
         self._rank = shapes[0].index
@@ -325,7 +327,7 @@ class WorkerSide:
             self._caches.cache,
             self._peers,
             route,
-            self._settings.load_timeout_s,
+            self._patience,
             after,
             self._settings.codec,
         )

@@ -507,7 +507,8 @@ async def test_draining_an_engine() -> None:
 async def test_what_engines_wait_for_is_shown() -> None:
     """To operators by engine, and by role to clients, who must not learn addresses."""
     network = Engines(p1=refused)
-    application = app(network, prefill=[P1], decode=[D1])
+    fleet = EngineFleet([P1], [D1])
+    application = app(network, fleet=fleet)
     await operate(application, "/drain", engine=D1.url)
     said = await post(application)
     assert said.status_code == 503
@@ -522,7 +523,7 @@ async def test_what_engines_wait_for_is_shown() -> None:
         in (await call(application, "GET", "/health")).json()["status"]
     )
     network.handlers.clear()
-    for engine in application._fleet.engines:
+    for engine in fleet.engines:
         await network.probe(engine)
     assert (await post(application)).status_code == 200
 

@@ -38,7 +38,7 @@ class Engine:
             for stage in range(stages)
             for rank in range(ranks)
         ]
-        shape = self.workers[0].side._shapes[0]
+        shape = self.workers[0].shape
         self.scheduler = SchedulerSide([shape], HERE)
         places = [(s, r) for s in range(stages) for r in range(ranks)]
         sides = [worker.side for worker in self.workers]

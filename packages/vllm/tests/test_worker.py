@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kvwire import Connection, Incoming
-from kvwire_vllm import receiving
 from kvwire_vllm.metadata import WorkerStep
 from kvwire_vllm.metrics import REASONS
+from kvwire_vllm.receiving import Patience
 from packages.vllm.tests.support import fakes, steps
 from tests.support.traces import Traces
 from tests.support.waiting import eventually
@@ -127,11 +127,9 @@ def expect_missing(
     uses such a block. Where engines are patient, it ends long before a load or a lease
     does. What prefill has sent drains, unless it leaves.
     """
-    limits = {"load_timeout_s": 600.0, "lease_s": 30.0}
-    if not patient:
-        limits = {"load_timeout_s": 0.4, "lease_s": 0.3}
-    with pytest.MonkeyPatch.context() as patch, steps.workers(**limits) as (p, d):
-        patch.setattr(receiving, "_PUBLISHED_WITHIN_S", 0.05)
+    load_s, lease_s = (600.0, 30.0) if patient else (0.4, 0.3)
+    patience = Patience(load_s, published_s=0.05)
+    with steps.workers(patience=patience, lease_s=lease_s) as (p, d):
         yield p, d
         assert eventually(lambda: steps.received(d))
         errors, observed = d.side.take_errors(), d.side.take_observed()

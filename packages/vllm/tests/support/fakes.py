@@ -161,23 +161,22 @@ class Worker:
     ) -> None:
         own = settings.pop("config", {})  # kvwire's, beside the lease
         config = kvwire.Config.load(lease_s=settings.pop("lease_s", 30.0), **own)
+        patience = settings.pop("patience", None)
         self.heads = max(1, HEADS // ranks)
         self.layers = stage_layers(LAYERS, stage[1])[stage[0]]
+        self.shape = replace(
+            SHAPE,
+            kv_heads=self.heads,
+            rank=rank,
+            ranks=ranks,
+            stage=stage,
+            first_layer=self.layers.start,
+            model_layers=LAYERS,
+            block_tokens=block_tokens,
+        )
+        settings = {"group_bytes": 0, **settings}
         self.side = WorkerSide(
-            VllmSettings(**{"group_bytes": 0, **settings}),
-            config,
-            [
-                replace(
-                    SHAPE,
-                    kv_heads=self.heads,
-                    rank=rank,
-                    ranks=ranks,
-                    stage=stage,
-                    first_layer=self.layers.start,
-                    model_layers=LAYERS,
-                    block_tokens=block_tokens,
-                )
-            ],
+            VllmSettings(**settings), config, [self.shape], patience=patience
         )
         shape = (len(self.layers), BLOCKS, self.heads, block_tokens, 2 * DIM)
         views = in_order(order, np.full(shape, FREE, np.float32))
