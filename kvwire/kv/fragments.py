@@ -33,7 +33,6 @@ class Fragments:
         starts: Shape (n + 1,), uint64: where each fragment begins in the stream; the
             last entry is the total.
         nbytes: Total bytes.
-        piece_bytes: The length of each fragment if all are known to be equal, else 0.
         owner: An object that keeps the memory alive.
         writable: Whether the memory may be written to.
         device: The device that the addresses belong to; None for host memory. Host code
@@ -46,7 +45,6 @@ class Fragments:
         "lengths",
         "nbytes",
         "owner",
-        "piece_bytes",
         "starts",
         "writable",
     )
@@ -60,7 +58,6 @@ class Fragments:
         writable: bool,
         device: Device | None = None,
         starts: Array | None = None,
-        piece_bytes: int = 0,
     ) -> None:
         """Check the arrays, unless ``starts`` shows that they are valid."""
         if starts is None:
@@ -70,7 +67,6 @@ class Fragments:
         self.addresses: Array = addresses
         self.lengths: Array = lengths
         self.starts: Array = starts
-        self.piece_bytes: int = piece_bytes
         self.nbytes: int = starts.item(-1)
         self.owner: object = owner
         self.writable: bool = writable
@@ -97,7 +93,6 @@ class Fragments:
             writable=writable,
             device=device,
             starts=starts,
-            piece_bytes=length,
         )
         return made.merged() if np.logical_or.reduce(touches) else made
 
@@ -138,7 +133,7 @@ class Fragments:
             starts[1:] -= np.uint64(before)
             starts[-1] -= np.uint64(after)
             return self._part(addresses, lengths, starts)
-        return self._part(addresses, lengths, starts, self.piece_bytes)
+        return self._part(addresses, lengths, starts)
 
     def shifted(self, distance: int) -> Fragments:
         """Return the same fragments, each ``distance`` bytes further on."""
@@ -147,7 +142,6 @@ class Fragments:
         part.addresses = self.addresses + np.uint64(distance % 2**64)  # may wrap around
         part.lengths = self.lengths
         part.starts = self.starts
-        part.piece_bytes = self.piece_bytes
         part.nbytes = self.nbytes
         part.owner = self.owner
         part.writable = self.writable
@@ -173,7 +167,6 @@ class Fragments:
         addresses: Array,
         lengths: Array,
         starts: Array | None = None,
-        piece_bytes: int = 0,
     ) -> Fragments:
         """Return other fragments of the same owner and device."""
         if starts is None:
@@ -183,7 +176,6 @@ class Fragments:
         part.addresses = addresses
         part.lengths = lengths
         part.starts = starts
-        part.piece_bytes = piece_bytes
         part.nbytes = starts.item(-1)
         part.owner = self.owner
         part.writable = self.writable

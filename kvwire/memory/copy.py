@@ -14,8 +14,7 @@ import numpy as np
 from kvwire.errors import UsageError
 from kvwire.kv.blocks import distinct
 from kvwire.kv.fragments import Array, Fragments, Payload
-from kvwire.memory import pieces
-from kvwire.memory.pieces import HELD_BYTES, copy_alike, copy_pieces
+from kvwire.memory.pieces import HELD_BYTES, copy_pieces
 
 
 def copy(source: Payload, destination: Payload) -> None:
@@ -46,8 +45,7 @@ def copy(source: Payload, destination: Payload) -> None:
             destination[:] = source
             return
         source = as_fragments(source)
-    if pieces.compiled is not None or not _copied_alike(source, destination):
-        copy_pieces(*paired(source, destination), source.nbytes)
+    copy_pieces(*paired(source, destination), source.nbytes)
 
 
 def as_fragments(payload: Payload) -> Fragments:
@@ -96,16 +94,6 @@ def paired(source: Payload, destination: Payload) -> tuple[Array, Array, Array]:
     starts = borders[:-1]
     lengths = borders[1:] - borders[:-1]
     return _places(source, starts), _places(destination, starts), lengths
-
-
-def _copied_alike(source: Payload, destination: Payload) -> bool:
-    here = _addresses(source)
-    there = _addresses(destination)
-    if isinstance(source, Fragments) and there.size == 1:
-        return copy_alike(source, there.item(0), gather=True)
-    if isinstance(destination, Fragments) and here.size == 1:
-        return copy_alike(destination, here.item(0), gather=False)
-    return False
 
 
 def _addresses(payload: Payload) -> Array:

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire.kv.blocks import distinct
-from kvwire.kv.fragments import Array, Fragments
+from kvwire.kv.fragments import Array
 from kvwire.limits import KIB, MIB
 from kvwire.memory.buffers import mid_page_memory
 from kvwire.memory.compiled import CompiledFunction, compiled_function
@@ -49,9 +49,6 @@ A call that releases the GIL may then wait for another thread's switch interval,
 # In seconds of processor time per GiB, NumPy against memmove: 0.38 against 0.82 at 1
 # KiB, 0.38 against 0.52 at 2, 0.34 against 0.33 at 4, 0.28 against 0.24 at 8.
 _PIECE_BYTES: Final = 8 * KIB
-# If pieces are adjacent on one side, NumPy reaches 6.3 GB/s against 3.0 at 4 KiB, and
-# 9.7 against 7.5 at 32 KiB.
-_LINE_PIECE_BYTES: Final = 256 * KIB
 # NumPy is called once per distinct length; with more lengths, this would amount to
 # Python code per fragment.
 _LENGTHS_MAX: Final = 64
@@ -101,25 +98,6 @@ def copy_pieces(origin: Array, target: Array, lengths: Array, total: int) -> Non
             time.sleep(0)  # let another thread run
         if end > first:
             move_some(origin[part], target[part], lengths[part])
-
-
-def copy_alike(pieces: Fragments, line: int, *, gather: bool) -> bool:
-    """Copy pieces of one length to or from a contiguous range.
-
-    Returns False, without having copied anything, if the pieces differ in length or
-    another way is faster.
-    """
-    length = pieces.piece_bytes
-    few = pieces.lengths.size <= _FEW_PIECES
-    if few or not 0 < length < _LINE_PIECE_BYTES:
-        return False
-    items, places = _items(pieces.addresses, length)
-    beside = np.asarray(_ArrayView(line, pieces.lengths.size, length, length))
-    if gather:
-        _move_items(items, places, beside, None)
-    else:
-        _move_items(beside, None, items, places)
-    return True
 
 
 def _numpy_is_faster(lengths: Array) -> bool:

@@ -43,7 +43,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     without_compiled(monkeypatch)
     knee = 2 * MIB if name == "numpy" else 0
     monkeypatch.setattr(pieces, "_PIECE_BYTES", knee)
-    monkeypatch.setattr(pieces, "_LINE_PIECE_BYTES", knee)
     return name
 
 
@@ -115,8 +114,6 @@ def test_pieces_that_are_alike(
     )
     begin = data.draw(st.integers(0, whole.nbytes - 1))
     part = whole.slice(begin, data.draw(st.integers(1, whole.nbytes - begin)))
-    if part.piece_bytes:
-        assert part.lengths.tolist() == [part.piece_bytes] * len(part)
     rows = (places[:, None] + np.arange(length)).ravel()
     rows = rows[begin : begin + part.nbytes]
     gathered = bytearray(part.nbytes)

@@ -35,7 +35,6 @@ def images_at(
         owner=owner,
         writable=owner.flags.writeable,
         starts=starts,
-        piece_bytes=nbytes,
     )
 
 

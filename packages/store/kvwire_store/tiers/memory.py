@@ -161,7 +161,6 @@ class MemoryTier:
             owner=self._bytes,
             writable=True,
             starts=starts,
-            piece_bytes=nbytes,
         )
 
     def line(self, slots: Ids, nbytes: int) -> memoryview:
