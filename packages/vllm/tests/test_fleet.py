@@ -15,7 +15,7 @@ from aiohttp import web
 from kvwire import UsageError
 from kvwire.directory import Record, open_directory
 from kvwire_vllm.announce import BOTH, DECODE, PREFILL
-from kvwire_vllm.proxy import client
+from kvwire_vllm.proxy import client, prober
 from kvwire_vllm.proxy.discovery import Discovery
 from kvwire_vllm.proxy.engines import VllmEngine, VllmServer
 from kvwire_vllm.proxy.fleet import EngineFleet
@@ -314,13 +314,12 @@ def test_death_is_noticed_within_a_second() -> None:
         clock = asyncio.get_running_loop().time
         fleet = EngineFleet([P1, P2], [D1, D2], clock=clock)
         network = Engines()
-        prober = client.Prober(fleet, network)
-        probing = asyncio.create_task(prober.run())
+        probing = asyncio.create_task(prober.Prober(fleet, network).run())
 
         def states() -> list[str]:
             return [engine.state for engine in fleet.engines]
 
-        await virtual_time.pass_time(client.PROBE_S)
+        await virtual_time.pass_time(prober.PROBE_S)
         assert states() == ["up"] * 4
         sick, hung = fails(503), when(silent)
         network.dead += (sick, hung)

@@ -26,11 +26,9 @@ from kvwire.observe.listening import ClientMistakes
 from kvwire.spi import DECODE_ERRORS
 from kvwire.types import is_loopback
 from kvwire_vllm.proxy.client import (
-    PROBE_S,
     EngineClient,
     EngineFailed,
     EngineResponse,
-    Prober,
     headers_of,
 )
 from kvwire_vllm.proxy.discovery import Discovery
@@ -40,6 +38,7 @@ from kvwire_vllm.proxy.events import EVENTS, written
 from kvwire_vllm.proxy.fleet import EngineFleet
 from kvwire_vllm.proxy.limits import PROXY_BODY_BYTES_MAX, PROXY_RUNNING_MAX
 from kvwire_vllm.proxy.moving import STAYED, Moves
+from kvwire_vllm.proxy.prober import PROBE_S, Prober
 from kvwire_vllm.proxy.view import ProxyCollector, ProxyState, TooMany, fleet_view
 from kvwire_vllm.references import UNSIGNED, References
 
