@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 import kvwire
+from kvwire.limits import TRANSFERS_WAITING_MAX
 from kvwire.transfers import registry as module
 from kvwire.transfers.offer import TransferOffer
 from kvwire.transfers.registry import TOMBSTONES_MAX
+from kvwire.transfers.state import LegState
 from tests.support import inside, virtual_time
 from tests.support.waiting import PATIENCE_S
 from tests.support.world import World, scenario
@@ -47,6 +49,33 @@ async def test_the_reason_is_said_once_to_each_who_may_ask(w: World) -> None:
     out.ready()
     out.finish()
     assert (await inc).complete
+
+
+@scenario("inproc")
+async def test_who_finds_no_room_on_a_new_link_asks_on_the_next(w: World) -> None:
+    """One that the producer had met, and as many others as may wait for an answer."""
+    out, inc = w.begin()
+    await w.until(lambda: inside.planned(inc))
+    names = range(TRANSFERS_WAITING_MAX)
+    asked = [w.pull_side.pull(name, w.target.cache, DEST) for name in names]
+
+    def left() -> list[int]:
+        states = [inside.legs(one)[0].state for one in asked]
+        return [name for name in names if states[name] is LegState.WAITING]
+
+    w.cut()
+    await w.until(
+        lambda: len(left()) == 1 and len(inside.questions(w.p)) >= len(asked) - 1
+    )
+    (last,) = left()
+    asked[last - 1].abort()
+    missed = w.p.publish(last, w.source.cache, LIST)
+    missed.ready()
+    missed.finish()
+    w.cut()
+    assert (await asked[last]).complete
+    for end in (out, inc, *asked):
+        end.abort()
 
 
 @scenario()
