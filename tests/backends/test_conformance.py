@@ -68,13 +68,6 @@ LANES = {
         marks=(ucx.needs_ucx,),
     ),
 }
-# What treats all loops alike, or takes long: each check makes agents of NIXL, and each
-# agent a context of UCX.
-ONE_LOOP = {
-    "local-cma": Lanes(LocalBackend, lambda: {"way": "cma"}, every=0),
-    "local-arena": Lanes(LocalBackend, lambda: {"way": "arena"}, every=0),
-    "nixl": Lanes(NixlBackend, every=8, marks=(needs_nixl,)),
-}
 
 
 # Their windows are those of `tcp`, `local` and `inproc`.
@@ -147,8 +140,19 @@ async def test_lanes(lanes: Lanes, check: Check) -> None:
     await check_one(lanes, check)
 
 
+# What treats all loops alike, or takes long: each check makes agents of NIXL, and each
+# agent a context of UCX.
 @pytest.mark.asyncio(loop_factories=["asyncio"])
-@pytest.mark.parametrize(("lanes", "check"), each_check(ONE_LOOP))
+@pytest.mark.parametrize(
+    ("lanes", "check"),
+    each_check(
+        {
+            "local-cma": Lanes(LocalBackend, lambda: {"way": "cma"}, every=0),
+            "local-arena": Lanes(LocalBackend, lambda: {"way": "arena"}, every=0),
+            "nixl": Lanes(NixlBackend, every=8, marks=(needs_nixl,)),
+        }
+    ),
+)
 async def test_lanes_on_one_loop(lanes: Lanes, check: Check) -> None:
     await check_one(lanes, check)
 

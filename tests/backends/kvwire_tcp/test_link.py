@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,14 +25,14 @@ from kvwire.limits import HEADER_BYTES, MIB, WAKEUP_BYTES
 from kvwire.memory.copy import address_of
 from kvwire.types import Address
 from kvwire_tcp import TcpBackend, options
-from kvwire_tcp import duplex as duplex_module
-from kvwire_tcp.duplex import CALLS_PER_WAKEUP
+from kvwire_tcp.duplex import CALLS_PER_WAKEUP, LINGER_S
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.options import address_from, findings, tune
 from kvwire_tcp.payloads import PayloadReader
 from kvwire_tcp.reader import SCRATCH_BYTES
 from kvwire_tcp.wire import PlainWire
 from kvwire_tcp.writer import JOINED_BYTES_MAX
+from tests.backends.kvwire_tcp.by_hand import alone
 from tests.backends.kvwire_tcp.recorder import (
     DROP,
     PIECES,
@@ -70,28 +71,31 @@ async def test_a_small_frame_sent_now_leaves_nothing_in_the_queue() -> None:
 async def test_what_is_left_of_a_frame_sent_now_goes_when_there_is_room(
     room: int,
 ) -> None:
-    async with linked() as pair:
-        wire, body = pair.near._wire, bytearray(b"12345")
-        assert isinstance(wire, PlainWire)
-        send = wire.send
+    def full(sock: socket.socket) -> PlainWire:
+        wire = PlainWire(sock)
 
-        def full(data: bytes) -> int:
-            wire.send = send
+        def send(data: bytes) -> int:
+            wire.send = sock.send
             if not room:
                 raise BlockingIOError
-            return send(data[:room])
+            return sock.send(data[:room])
 
-        wire.send = full
-        with pair.at_near.calling("send"):
-            assert not pair.near.send_now(header(5, 0), memoryview(body))
-        pair.near.flush()
-        assert pair.near.queued_bytes == HEADER_BYTES + 5 - room
+        wire.send = send
+        return wire
+
+    body = bytearray(b"12345")
+    async with alone(full) as (link, told, turns, peer):
+        with told.calling("send"):
+            assert not link.send_now(header(5, 0), memoryview(body))
+        link.flush()
+        assert link.queued_bytes == HEADER_BYTES + 5 - room
         body[:] = bytes(5)  # it is free
-        pair.near.send_now(header(0, 1))
-        await pair.at_far.received(2)
-        assert pair.at_far.frames == [(0, b"12345"), (1, b"")]
-        await pair.at_near.until(lambda: pair.at_near.writable)
-        assert pair.near.queued_bytes == 0
+        link.send_now(header(0, 1))
+        turns.writable()
+        sent = header(5, 0) + b"12345" + header(0, 1)
+        assert peer.recv(2 * len(sent)) == sent
+        assert told.writable
+        assert link.queued_bytes == 0
 
 
 @pytest.mark.parametrize("fragments", [False, True])
@@ -116,28 +120,25 @@ async def test_memory_is_lent_if_only_a_part_of_a_frame_was_taken(
 
 
 async def test_a_socket_that_fails_while_a_frame_is_sent_now_ends_the_link() -> None:
-    async with linked() as pair:
-        wire = pair.near._wire
-        assert isinstance(wire, PlainWire)
+    def broken(sock: socket.socket) -> PlainWire:
+        wire = PlainWire(sock)
+        wire.send = Mock(side_effect=BrokenPipeError)
+        return wire
 
-        def broken(data: bytes) -> int:
-            raise BrokenPipeError
-
-        wire.send = broken
-        pair.near.send_now(header(0, 1))
-        await pair.at_near.until(lambda: pair.at_near.closed)
-        assert isinstance(pair.at_near.closed[0], ConnectionLost)
+    async with alone(broken) as (link, told, _, _):
+        link.send_now(header(0, 1))
+        await told.until(lambda: told.closed)
+        assert isinstance(told.closed[0], ConnectionLost)
 
 
 async def test_a_wakeup_delivers_a_share_of_a_burst_of_small_frames() -> None:
-    async with against_a_socket() as (link, recorder, peer):
-        link._loop.remove_reader(link._sock)
+    async with alone() as (_, told, turns, peer):
         share = CALLS_PER_WAKEUP * SCRATCH_BYTES // HEADER_BYTES
         peer.sendall(header(0) * (share + 9))
-        link._on_readable()
-        assert len(recorder.frames) == share
-        link._on_readable()
-        assert len(recorder.frames) == share + 9
+        turns.readable()
+        assert len(told.frames) == share
+        turns.readable()
+        assert len(told.frames) == share + 9
 
 
 # --- how links end --------------------------------------------------------------------
@@ -177,34 +178,42 @@ async def test_frames_sent_before_the_peer_broke_are_delivered_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unread", "linger_s", "left"),
-    [(0, 0.01, "all was sent"), (MORE_THAN_FITS, 0.05, "bytes unsent")],
+    ("unread", "left"), [(0, "all was sent"), (MORE_THAN_FITS, "bytes unsent")]
 )
-async def test_a_peer_that_does_not_end_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, unread: int, linger_s: float, left: str
-) -> None:
+async def test_a_peer_that_does_not_end_is_given_up(unread: int, left: str) -> None:
     """Or that does not read: the error has what is left."""
-    monkeypatch.setattr(duplex_module, "LINGER_S", linger_s)
-    async with against_a_socket() as (link, recorder, _):
+    async with alone() as (link, told, turns, _):
         if unread:
             link.send(header(unread), memoryview(bytes(unread)), 1)
         link.close()
-        error = await recorder.end()
+        await asyncio.sleep(0)
+        if unread:
+            turns.time_is_up()
+            assert len(turns.timers) == 2, "it takes something"
+        turns.time_is_up()
+        error = await told.end()
         assert isinstance(error, ConnectionLost)
-        assert f"did not end the connection within {linger_s} s" in str(error)
+        assert f"did not end the connection within {LINGER_S:g} s" in str(error)
         assert left in str(error)
 
 
 async def test_a_slow_peer_is_waited_for_while_it_takes_something() -> None:
-    async with against_a_socket() as (link, recorder, peer):
+    async with alone() as (link, told, turns, peer):
+        link.send(header(MORE_THAN_FITS), memoryview(bytes(MORE_THAN_FITS)), 1)
         link.close()
-        first = link._linger
-        link._on_linger(link._queue.sent_bytes - 1)
-        assert not recorder.closed
-        assert link._linger is not first
-        first.cancel()  # type: ignore[union-attr]
+        got = 0
+        while got < HEADER_BYTES + MORE_THAN_FITS:
+            await asyncio.sleep(0)
+            turns.writable()
+            got += len(peer.recv(MIB, socket.MSG_WAITALL))
+            if link.queued_bytes:
+                turns.time_is_up()
+            assert not told.closed
+        assert len(turns.timers) > 2
         peer.close()
-        assert await recorder.end() is None
+        await asyncio.sleep(0)
+        turns.readable()
+        assert await told.end() is None
 
 
 async def test_a_handler_that_raises_is_logged(
@@ -249,7 +258,7 @@ def reset(peer: socket.socket) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
 async def test_trap_31_a_huge_send_is_not_copied_and_does_not_block() -> None:
     """asyncio's transports of CPython 3.11 copy what they cannot send: 0.7 s here."""
-    async with against_a_socket() as (link, recorder, _):
+    async with alone() as (link, told, turns, _):
         body = np.zeros(256 * MIB, np.uint8).data
         before = resident_bytes()
         link.send(header(len(body)), body, "bulk")
@@ -257,14 +266,14 @@ async def test_trap_31_a_huge_send_is_not_copied_and_does_not_block() -> None:
         queued = link.queued_bytes
         # One wake-up's bytes and no more: a loop blocked for about a millisecond.
         assert HEADER_BYTES + len(body) - queued <= 2 * WAKEUP_BYTES
-        while link._waiting and link.queued_bytes > 240 * MIB:
-            link._on_writable()
+        while link.queued_bytes > 240 * MIB:
+            turns.writable()
             if link.queued_bytes == queued:
                 break
             queued = link.queued_bytes
         assert link.queued_bytes >= 200 * MIB, "the peer never reads"
         assert resident_bytes() - before < 32 * MIB
-        assert recorder.sent == []
+        assert told.sent == []
 
 
 async def test_trap_35_buffer_sizes_are_left_to_the_kernel() -> None:
@@ -282,9 +291,9 @@ async def test_trap_35_buffer_sizes_are_left_to_the_kernel() -> None:
     assert (socket.IPPROTO_TCP, socket.TCP_NODELAY) in names
     for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
         assert (socket.SOL_SOCKET, name) not in names
-    async with against_a_socket() as (link, _, peer):
+    async with alone() as (_, _, turns, peer):
         for name in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-            ours = link._sock.getsockopt(socket.SOL_SOCKET, name)
+            ours = turns.sock.getsockopt(socket.SOL_SOCKET, name)
             assert ours >= peer.getsockopt(socket.SOL_SOCKET, name) // 2
 
 

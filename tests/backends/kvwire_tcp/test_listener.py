@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import Any, cast
 
 import pytest
 
 from kvwire.backend import Link
+from kvwire.backend.sockets import listening_socket
 from kvwire.errors import ConnectionLost
 from kvwire.types import Address
 from kvwire_tcp import TcpBackend
 from kvwire_tcp import backend as backend_module
-from kvwire_tcp import listener as listener_module
+from kvwire_tcp.lane import PendingLanes
 from kvwire_tcp.listener import ACCEPTS_PER_WAKEUP, TcpListener
-from kvwire_tcp.options import tune
 from kvwire_tcp.waiting import hands_shaken, sent
 from kvwire_tcp.wire import PlainWire, Wire
+from tests.backends.kvwire_tcp.by_hand import Turns
 from tests.backends.kvwire_tcp.recorder import ANYWHERE, Recorder
 from tests.support.pairs import until
 
@@ -39,12 +40,9 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no ::1 on this machine")
 
 
 @needs_ipv6
-async def test_an_ipv6_address_is_not_bound_for_ipv4_as_well() -> None:
-    listener = await TcpBackend().listen(Address("tcp", "::1", 0), Link.abort)
-    assert isinstance(listener, TcpListener)
-    only = listener._sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
-    await listener.close()
-    assert only
+def test_an_ipv6_address_is_not_bound_for_ipv4_as_well() -> None:
+    with listening_socket(socket.AF_INET6, ("::1", 0), 1) as sock:
+        assert sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
 
 
 async def test_all_interfaces_are_those_of_both_families() -> None:
@@ -69,20 +67,55 @@ async def test_an_address_that_is_not_ours_is_refused(host: str) -> None:
         await TcpBackend().listen(Address("tcp", host, 0), Link.abort)
 
 
+class Broken(socket.socket):
+    """Accepts after errors; the first that it then accepts is gone as well."""
+
+    def __init__(self, sock: socket.socket, errors: Sequence[OSError] = ()) -> None:
+        super().__init__(fileno=sock.detach())
+        self._errors = [*errors]
+        self._first = bool(errors)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._errors:
+            raise self._errors.pop()
+        sock, address = super().accept()
+        first, self._first = self._first, False
+        return (Broken(sock) if first else sock), address
+
+    def setsockopt(self, *_: object) -> None:
+        raise OSError(errno.EINVAL, "gone")
+
+
+@asynccontextmanager
+async def listening(
+    accept: Callable[[Link], None], *errors: OSError
+) -> AsyncIterator[tuple[TcpListener, Turns]]:
+    """A listener that is woken by hand."""
+    sock = listening_socket(socket.AF_INET, ("127.0.0.1", 0), 99)
+    sock.setblocking(False)
+    if errors:
+        sock = Broken(sock, errors)
+    turns = Turns(sock)
+    listener = TcpListener(sock, accept, PlainWire, PendingLanes(), turns.loop)
+    yield listener, turns
+    await listener.close()
+
+
+def call(listener: TcpListener) -> socket.socket:
+    return socket.create_connection((listener.address.host, listener.address.port))
+
+
 async def test_a_wakeup_accepts_a_share_of_a_flood() -> None:
     accepted: list[Link] = []
-    listener = await TcpBackend().listen(ANYWHERE, accepted.append)
-    assert isinstance(listener, TcpListener)
-    where = (listener.address.host, listener.address.port)
     count = 2 * ACCEPTS_PER_WAKEUP + 1
-    clients = [socket.create_connection(where) for _ in range(count)]
-    shares = []
-    while len(accepted) < count:
-        before = len(accepted)
-        listener._on_acceptable()
-        shares.append(len(accepted) - before)
+    async with listening(accepted.append) as (listener, turns):
+        clients = [call(listener) for _ in range(count)]
+        shares = []
+        while len(accepted) < count:
+            before = len(accepted)
+            turns.readable()
+            shares.append(len(accepted) - before)
     assert shares == [ACCEPTS_PER_WAKEUP, ACCEPTS_PER_WAKEUP, 1]
-    await listener.close()
     for link in accepted:
         link.abort()
     for client in clients:
@@ -91,43 +124,30 @@ async def test_a_wakeup_accepts_a_share_of_a_flood() -> None:
 
 async def test_an_accept_callback_may_close_the_listener() -> None:
     accepted: list[Link] = []
-    listener = await TcpBackend().listen(ANYWHERE, accepted.append)
-    assert isinstance(listener, TcpListener)
 
     def accept_one(link: Link) -> None:
         accepted.append(link)
-        with contextlib.suppress(StopIteration):
+        with suppress(StopIteration):
             listener.close().send(None)  # never waits
 
-    listener._accept = accept_one
-    where = (listener.address.host, listener.address.port)
-    with socket.create_connection(where), socket.create_connection(where):
-        listener._on_acceptable()
+    async with listening(accept_one) as (listener, turns):
+        with call(listener), call(listener):
+            turns.readable()
     assert len(accepted) == 1
     accepted[0].abort()
 
 
-async def test_a_connection_that_broke_in_the_backlog_does_not_stop_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_connection_that_broke_in_the_backlog_does_not_stop_the_next() -> None:
     """Linux hands such an error to accept(2); macOS refuses the options."""
     accepted: list[Link] = []
-    listener = await TcpBackend().listen(ANYWHERE, accepted.append)
-    assert isinstance(listener, TcpListener)
-    broken = [OSError(errno.ECONNABORTED, "gone"), OSError(errno.EPROTO, "gone")]
-    take, listener._sock = listener._sock, Broken(listener._sock, broken)
-    where = (listener.address.host, listener.address.port)
-    with socket.create_connection(where) as first, socket.create_connection(where):
-        monkeypatch.setattr(
-            listener_module, "tune", Once(OSError(errno.EINVAL, "gone"))
-        )
-        listener._on_acceptable()
-        assert first.recv(1) == b""
-    assert broken == []
+    errors = OSError(errno.ECONNABORTED, "gone"), OSError(errno.EPROTO, "gone")
+    async with listening(accepted.append, *errors) as (listener, turns):
+        with call(listener) as first, call(listener):
+            first.settimeout(5)
+            turns.readable()
+            assert first.recv(1) == b""
     assert len(accepted) == 1
     accepted[0].abort()
-    listener._sock = take
-    await listener.close()
 
 
 async def test_a_connection_reset_before_it_is_accepted_is_known_when_started() -> None:
@@ -146,39 +166,14 @@ async def test_a_connection_reset_before_it_is_accepted_is_known_when_started() 
 async def test_close_while_out_of_descriptors_tries_no_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    listener = await TcpBackend().listen(ANYWHERE, Link.abort)
-    assert isinstance(listener, TcpListener)
-    listener._back_off(OSError(errno.EMFILE, "out of them"))
-    retry = listener._retry
-    assert retry is not None
-    assert "out of them" in caplog.text
-    await listener.close()
+    short = OSError(errno.EMFILE, "out of them")
+    async with listening(Link.abort, short) as (_, turns):
+        turns.readable()
+        (retry,) = turns.timers
+        assert "out of them" in caplog.text
+        assert not turns.watches
     assert retry.cancelled()
-    assert listener._sock.fileno() == -1
-
-
-class Broken(socket.socket):
-    """Accepts like the socket it is made of, after some errors."""
-
-    def __init__(self, sock: socket.socket, errors: list[OSError]) -> None:
-        self._of, self._errors = sock, errors
-
-    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
-        if self._errors:
-            raise self._errors.pop()
-        return self._of.accept()
-
-
-class Once:
-    """Raises at the first call, and tunes at the others."""
-
-    def __init__(self, error: OSError) -> None:
-        self._errors = [error]
-
-    def __call__(self, sock: socket.socket, host: str) -> None:
-        if self._errors:
-            raise self._errors.pop()
-        tune(sock, host)
+    assert turns.sock.fileno() == -1
 
 
 @pytest.fixture

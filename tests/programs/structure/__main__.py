@@ -23,8 +23,8 @@ CEILINGS: Final = {
     "forwarders": 80,
     "callbacks": 87,
     "backoffs": 3,
-    "patches in tests": 211,
-    "private names in tests": 339,
+    "patches in tests": 208,
+    "private names in tests": 314,
 }
 
 
