@@ -168,19 +168,14 @@ class MemoryTier:
 
         At most ``STORE_INLINE_BYTES`` of them; the next call may overwrite them.
         """
-        if slots.size == 1:
-            begin = self.index.slabs.begins.item(slots.item(0))
-            return self._bytes[begin : begin + nbytes].data
-        begins = self.index.slabs.begins[slots].tolist()
-        begin = begins[0]
-        total = nbytes * len(begins)
-        if begins == list(range(begin, begin + total, nbytes)):  # side by side
-            return self._bytes[begin : begin + total].data
-        if total > self._line.nbytes:
+        images = self._place(slots, nbytes)
+        if isinstance(images, memoryview):
+            return images
+        if images.nbytes > self._line.nbytes:
             # New memory for each answer would be faulted in page by page.
-            self._line = mid_page_memory(total).data
-        line = self._line[:total]
-        copy(self.images(slots, nbytes), line)
+            self._line = mid_page_memory(images.nbytes).data
+        line = self._line[: images.nbytes]
+        copy(images, line)
         return line
 
     def too_large(self, nbytes: int, tenant: int = 0) -> str:
@@ -305,7 +300,7 @@ class MemoryTier:
             return 0
         try:
             come = slice_payload(images, 0, count * nbytes)
-            copy(come, self.images(taken, nbytes))
+            copy(come, self._place(taken, nbytes))
         except BaseException:
             self.give_back(taken)
             raise
@@ -443,6 +438,18 @@ class MemoryTier:
             )
 
     # --- inside -----------------------------------------------------------------------
+
+    def _place(self, slots: Ids, nbytes: int) -> Payload:
+        """Return the images in some slots: one view, if they are side by side."""
+        if slots.size == 1:
+            begin = self.index.slabs.begins.item(slots.item(0))
+            return self._bytes[begin : begin + nbytes].data
+        begins = self.index.slabs.begins[slots].tolist()
+        begin = begins[0]
+        total = nbytes * len(begins)
+        if begins == list(range(begin, begin + total, nbytes)):
+            return self._bytes[begin : begin + total].data
+        return self.images(slots, nbytes)
 
     @staticmethod
     def _allocate(nbytes: int) -> tuple[Arena | None, _Bytes]:
