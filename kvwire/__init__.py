@@ -65,11 +65,11 @@ if TYPE_CHECKING:
     )
     from kvwire.endpoint.peer import Peer
     from kvwire.endpoint.region import Region
+    from kvwire.endpoint.remote_window import RemoteWindow
     from kvwire.endpoint.request import Request
     from kvwire.endpoint.snapshot import (
         Snapshot,
     )
-    from kvwire.endpoint.windows.remote_window import RemoteWindow
     from kvwire.endpoint.windows.window import Window
     from kvwire.kv.outcome import Outcome, Timings
     from kvwire.kv.paged import PagedCache
@@ -165,7 +165,7 @@ _HOMES: Final = {
     "Outgoing": "kvwire.transfers.outgoing",
     "Peer": "kvwire.endpoint.peer",
     "Region": "kvwire.endpoint.region",
-    "RemoteWindow": "kvwire.endpoint.windows.remote_window",
+    "RemoteWindow": "kvwire.endpoint.remote_window",
     "Request": "kvwire.endpoint.request",
     "Window": "kvwire.endpoint.windows.window",
 }

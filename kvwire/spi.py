@@ -24,9 +24,9 @@ from kvwire.driver.trace_ring import RINGS
 from kvwire.endpoint.communicator import certificate_of, copy_engine
 from kvwire.endpoint.connection import send_now
 from kvwire.endpoint.message_sink import each_message
+from kvwire.endpoint.remote_window import memory_here
 from kvwire.endpoint.request import when_released
 from kvwire.endpoint.snapshot import CallSnapshot, PartSnapshot, show_part
-from kvwire.endpoint.windows.remote_window import memory_here
 from kvwire.wire.control import DECODE_ERRORS
 from kvwire.wire.handshake_messages import (
     VersionRange,

@@ -18,10 +18,10 @@ from kvwire.driver.lanes.state import LaneSet
 from kvwire.endpoint.arguments import TAG_MAX, check_grant, check_size, checked_tag
 from kvwire.endpoint.device_requests import DeviceRequests
 from kvwire.endpoint.message_sink import MessageSink
+from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
 from kvwire.endpoint.windows.opened import PeerWindows, WindowOpening
 from kvwire.endpoint.windows.reading import WindowAsk
-from kvwire.endpoint.windows.remote_window import RemoteWindow
 from kvwire.endpoint.windows.shown import OwnWindows
 from kvwire.errors import (
     ConnectionClosed,

@@ -35,9 +35,9 @@ from kvwire.endpoint.connection import Connection
 from kvwire.endpoint.links import Links
 from kvwire.endpoint.membership import Membership
 from kvwire.endpoint.reconnect import REDIAL_S, Reconnector
+from kvwire.endpoint.remote_window import RemoteWindow
 from kvwire.endpoint.request import Request
 from kvwire.endpoint.windows.opened import OpenedWindow
-from kvwire.endpoint.windows.remote_window import RemoteWindow
 from kvwire.errors import (
     AuthenticationFailed,
     BackendUnavailable,
