@@ -68,7 +68,10 @@ class LowerTiers(Protocol):
     """The tiers below memory, as it uses them."""
 
     async def demote(self, named: IndexedSlots) -> str:
-        """Write blocks to tiers that lack them; return why some were refused."""
+        """Write blocks to tiers that lack them; return why some were refused.
+
+        Cancel safety: running writes are finished first.
+        """
 
     def known_kept(self, keys: Keys, slots: Ids) -> Bits:
         """Return which blocks have been kept there, without asking a tier."""
