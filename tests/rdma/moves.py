@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.rdma.hosts import MOVER, Host
 
-MIB = 32
+MIB = 16
 
 
 @contextmanager

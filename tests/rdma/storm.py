@@ -24,10 +24,10 @@ from typing import Final
 
 from tests.rdma.hosts import MOVER, Host, HostError, free_port, let_pass, two
 
-TRANSFERS: Final = 40  # of each round
-AT_ONCE: Final = 8
-MIB: Final = 2  # of each transfer
-FRAGMENTS: Final = "4 32 64 512"  # KiB
+TRANSFERS: Final = 60  # of each round
+AT_ONCE: Final = 12
+MIB: Final = 1  # of each transfer
+FRAGMENTS: Final = "4 32 128 256"  # KiB
 DEADLINE_S: Final = 60.0
 # How long a round may take before it counts as stuck.
 ROUND_S: Final = 300.0

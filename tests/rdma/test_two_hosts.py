@@ -32,7 +32,7 @@ def _over_verbs(transfers: list[dict[str, Any]], verbs: str = "rc_verbs") -> Non
     [("rc_verbs", "rc_verbs,ud_verbs"), ("ud_verbs", "ud_verbs")],
     ids=["rc", "ud"],
 )
-def test_blocks_travel_as_rdmasent_packets(
+def test_blocks_travel_as_rdma_packets(
     hosts: tuple[Host, Host], verbs: str, transports: str
 ) -> None:
     first, second = hosts
@@ -197,9 +197,7 @@ def nixl(hosts: tuple[Host, Host]) -> Iterator[str]:
         host.run("unset LIBUCP UCX_TLS UCX_NET_DEVICES")
 
 
-def test_nixl_moves_blocks_as_rdmasent_packets(
-    hosts: tuple[Host, Host], nixl: str
-) -> None:
+def test_nixl_moves_blocks_as_rdma_packets(hosts: tuple[Host, Host], nixl: str) -> None:
     first, second = hosts
     before = sent_packets(first) + sent_packets(second)
     with serving(first, f"{nixl} --count 2"):
