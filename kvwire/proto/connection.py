@@ -142,23 +142,15 @@ class ConnectionCore:
         self.chunks: ChunkMover = ChunkMover(
             self._requests, holds, agreement.parameters.chunk_bytes
         )
+        shared = self.outbox, self._requests, self.chunks
         self.messages: Messages = Messages(
-            self.outbox,
-            self._requests,
-            self.chunks,
-            holds,
-            mine=parameters,
-            theirs=agreement.peer_parameters,
+            *shared, holds, mine=parameters, theirs=agreement.peer_parameters
         )
         # The parts' own methods, because this class would only forward the calls.
         self.eager_header: EagerHeader = self.messages.eager_header
         self.next_chunk: Callable[..., Chunk | None] = self.chunks.next_chunk
         self.transfers: Transfers = Transfers(
-            self.outbox,
-            self._requests,
-            self.chunks,
-            holds,
-            agreement.parameters.chunk_bytes,
+            *shared, holds, agreement.parameters.chunk_bytes
         )
         self.lanes: LaneTable = LaneTable(
             role,
@@ -171,12 +163,8 @@ class ConnectionCore:
             landed=self._data_landed,
         )
         self._grants = Grants(agreement.keys.grant[role])
-        self._onesided = OneSided(
-            self.outbox, self._requests, self.chunks, self._grants
-        )
-        self.windows: WindowReads = WindowReads(
-            self.outbox, self._requests, self.chunks
-        )
+        self._onesided = OneSided(*shared, self._grants)
+        self.windows: WindowReads = WindowReads(*shared)
         self.liveness: Liveness = Liveness(
             interval_s=ping_interval_s, misses=ping_misses, now=now
         )
