@@ -384,18 +384,12 @@ class Communicator(AsyncWith):
             if not self._acceptor.listeners:
                 raise UsageError("announce: listen first, or pass address=")
             address = self._acceptor.listeners[0].address
-        try:
-            check_dialable(Address.parse(address))
-        except UsageError as exc:
-            raise UsageError(
-                f"announce: {exc}; pass address=, the address that other hosts can "
-                "reach"
-            ) from None
+        where = _dialable(address)
         record = Record(
             name=self.name,
             address=str(address),
             incarnation=self.incarnation.hex(),
-            transports=offered(self.config, Address.parse(address).scheme),
+            transports=offered(self.config, where.scheme),
             role=role,
             model=model,
             specs=specs,
@@ -695,6 +689,18 @@ class open(Opening):  # noqa: A001, N801 - `kvwire.open` is the public name, and
 def services_of(communicator: Communicator) -> TransferServices:
     """Return the communicator's shared services; for rooms above, and tests."""
     return communicator._services
+
+
+def _dialable(address: str | Address) -> Address:
+    """Return an address that other hosts can dial, to be announced."""
+    try:
+        where = Address.parse(address)
+        check_dialable(where)
+    except UsageError as exc:
+        raise UsageError(
+            f"announce: {exc}; pass address=, the address that other hosts can reach"
+        ) from None
+    return where
 
 
 def copy_engine(communicator: Communicator, device: Device) -> CopyEngine:
