@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from tests.backends.kvwire_local.window_rig import (
     tickets,
 )
 from tests.backends.recorders import LaneRecorder
+from tests.support import inside
 from tests.support.compiled import need_compiled, without_compiled
 from tests.support.pairs import until
 
@@ -344,8 +346,20 @@ def wire_of(both: Halves) -> LocalWire:
     return wire
 
 
+@pytest.fixture
+def mapped() -> Callable[[], int]:
+    """How many arenas of payloads or windows a peer in this test has mapped."""
+
+    def count() -> int:
+        return inside.mapped("kvwire") + inside.mapped("kvwire-generations")
+
+    gc.collect()
+    before = count()
+    return lambda: count() - before
+
+
 async def test_an_arena_is_shared_once_for_payloads_and_windows(
-    in_arena: OwnersCache,
+    in_arena: OwnersCache, mapped: Callable[[], int]
 ) -> None:
     async with halves() as both:
         assert in_arena.arena is not None
@@ -355,30 +369,30 @@ async def test_an_arena_is_shared_once_for_payloads_and_windows(
         described = decode(both.server.send(payload, "token"), payload.nbytes)
         assert described.kind is PlaceKind.ARENA
         assert described.arena in (0, 1)  # as for the window: its memory and table
-        shared = both.client._incoming.peer
-        await until(lambda: shared is not None and len(shared._arenas) == 2)
+        await until(lambda: mapped() == 2)
 
 
-async def test_arenas_are_unmapped_with_their_last_window(owner: OwnersCache) -> None:
+async def test_arenas_are_unmapped_with_their_last_window(
+    owner: OwnersCache, mapped: Callable[[], int]
+) -> None:
     """As often as a window is closed and exposed again."""
     arenas = 2 if owner.arena is not None else 0
     async with halves("arena" if arenas else "auto") as both:
-        shared = both.client._incoming.peer
-        assert shared is not None
         for _ in range(ARENAS_MAX + 1):
             reader = await opened(both, owner)
             expect_landed(reader, owner, [1])
-            assert len(shared._arenas) == arenas
+            assert mapped() == arenas
             reader.close()
+            del reader
             both.server.conceal(owner.memory)
-            await until(lambda: not shared._arenas)
+            await until(lambda: not mapped())
 
 
-async def test_an_arena_with_payload_is_unmapped_when_it_is_closed() -> None:
+async def test_an_arena_with_payload_is_unmapped_when_it_is_closed(
+    mapped: Callable[[], int],
+) -> None:
     """Also if nothing else happens on the lane."""
     async with halves("arena") as both:
-        shared = both.client._incoming.peer
-        assert shared is not None
         with Arena(MIB) as arena:
             memory = arena.buffer(MIB)
             target = np.zeros_like(memory)
@@ -386,6 +400,6 @@ async def test_an_arena_with_payload_is_unmapped_when_it_is_closed() -> None:
             both.client.receive(descriptor, Landing(MIB, target.data))
             both.client.flush()
             await both.at_server.moved(sent=1)
-            assert len(shared._arenas) == 1
+            assert mapped() == 1
             del memory
-        await until(lambda: not shared._arenas)
+        await until(lambda: not mapped())
