@@ -589,9 +589,13 @@ class Communicator(AsyncWith):
         await services.close()
 
     def abort(self) -> None:
-        """End every connection now. Never raises; ``close`` waits for the remains."""
+        """End every connection and leave the directory now. Never raises.
+
+        ``close`` waits for the remains.
+        """
         self._thread.check("Communicator.abort")
         self._stop()
+        self._membership.leave()
         self._links.end()
         for connection in list(self._links.connections):
             connection.abort("the communicator was aborted")

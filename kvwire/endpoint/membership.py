@@ -48,6 +48,7 @@ class Membership:
         self._announced = ""
         self._watching: asyncio.Task[None] | None = None
         self._announcing: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self.members: dict[str, Record] = {}
 
     def listen(self, listener: Callable[[Change], None]) -> None:
@@ -105,11 +106,18 @@ class Membership:
         if self._directory is not None:
             await self._directory.withdraw(self._announced)
 
+    def leave(self) -> None:
+        """Begin to withdraw the announcement; :meth:`close` waits for the end."""
+        if self._leaving is None:
+            self._leaving = start_task(self.withdraw())
+
     async def close(self) -> None:
         """Withdraw the announcement, and close the directory.
 
         Cancel safety: safe, call it again.
         """
+        if self._leaving is not None:
+            await asyncio.wait({self._leaving})
         for task in (self._watching, self._announcing):
             if task is not None:
                 await end_task(task)

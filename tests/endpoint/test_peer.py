@@ -522,6 +522,19 @@ async def test_a_peer_that_has_another_key_again_is_a_second_warning(
     assert not has_warned(3)
 
 
+async def test_who_aborts_is_no_member_any_more(tmp_path: Path) -> None:
+    """Its connections have ended, so nobody should be sent there."""
+    async with fleet(tmp_path, "ab") as (seeker, members):
+        seeker.peer("role=decode")
+
+        def names() -> list[str]:
+            return sorted(one.name for one in inside.members(seeker).values())
+
+        await until(lambda: names() == ["a", "b"])
+        members[0].abort()
+        await until(lambda: names() == ["b"])
+
+
 async def test_the_least_busy_is_dialled_and_stays_the_peer(tmp_path: Path) -> None:
     async with fleet(tmp_path, "ab") as (seeker, members):
         members[0].announce(role="decode", load=0.1)
