@@ -198,21 +198,18 @@ class FrameReader:
                 self._held = 0
                 self._enter(landing, scratch[body:end])
                 return
-            if landing.anywhere and length:
+            # Slice assignment refuses other lengths and formats by itself.
+            if type(payload) is memoryview:
+                payload[:] = scratch[body:begin]
+            elif length and payload is not None:
+                copy(scratch[body:begin], payload)
+            elif length and landing.anywhere:
                 landing.payload = scratch[body:begin]
                 self._size = _size_for(length)
                 end = self._replace_scratch(begin, end)
                 begin = 0
                 scratch = self._scratch
                 headers = self._headers
-                self._ahead = self._size
-                handler.body_received(link, landing)
-                continue
-            # Slice assignment refuses other lengths and formats by itself.
-            if type(payload) is memoryview:
-                payload[:] = scratch[body:begin]
-            elif length and payload is not None:
-                copy(scratch[body:begin], payload)
             self._ahead = self._size
             handler.body_received(link, landing)
         if self.stopped:

@@ -405,9 +405,9 @@ class ConnectionDriver(LinkHandler):
                 core.body_received(arrival, now, body=bytes(payload))
             else:
                 header = arrival.header
-                if landing.anywhere:
-                    landing.place = payload
-                if type(payload) is memoryview and payload is landing.place:
+                if type(payload) is memoryview and (
+                    payload is landing.place or landing.anywhere
+                ):
                     # Inlined from `matches`: the fast path of nearly all payloads.
                     check = view_digest(payload) if header.flags & _CHECKED else None
                     intact = (
