@@ -525,14 +525,12 @@ async def test_a_peer_that_has_another_key_again_is_a_second_warning(
 async def test_who_aborts_is_no_member_any_more(tmp_path: Path) -> None:
     """Its connections have ended, so nobody should be sent there."""
     async with fleet(tmp_path, "ab") as (seeker, members):
-        seeker.peer("role=decode")
-
-        def names() -> list[str]:
-            return sorted(one.name for one in inside.members(seeker).values())
-
-        await until(lambda: names() == ["a", "b"])
+        assert not await seeker.members("role=prefill")  # from now on it watches
+        await until(lambda: len(inside.members(seeker)) == 2)
         members[0].abort()
-        await until(lambda: names() == ["b"])
+        await until(lambda: len(inside.members(seeker)) == 1)
+        (left,) = await seeker.members("role=decode")
+        assert left.name == "b"
 
 
 async def test_the_least_busy_is_dialled_and_stays_the_peer(tmp_path: Path) -> None:
