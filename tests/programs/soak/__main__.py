@@ -24,7 +24,13 @@ from tests.programs.soak.processes import KEY, Soak, named
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    ways = list(named(given.what).WAYS)
+    if (given.way or ways[0]) not in ways:
+        parser.error(f"--way of {given.what} is one of {', '.join(ways)}")
+    if given.plant and given.what != "windows":
+        parser.error("--plant is for windows alone")
     print(f"seed {given.seed}", flush=True)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
@@ -37,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed=given.seed,
             goal=goal,
             fault_s=given.fault_s,
-            way=given.way or next(iter(named(given.what).WAYS)),
+            way=given.way or ways[0],
             folder=folder,
             plant=given.plant,
         )

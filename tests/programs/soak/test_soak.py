@@ -89,6 +89,22 @@ def test_without_the_look_after_the_bytes_torn_blocks_are_found(
     assert "0 late bytes" in said
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("windows --way local", "one of mapped, process_vm_readv, tcp, inproc, ucx"),
+        ("transfers --way mapped", "one of tcp, local, ucx, nixl"),
+        ("transfers --plant", "--plant is for windows alone"),
+    ],
+)
+def test_what_a_soak_has_not_is_refused_before_a_process_starts(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*given.split(), "--gib", "0.001", "--blocks", "1"])
+    assert said in capsys.readouterr().err
+
+
 def soak(folder: Path, kind: type[Soak] = Soak) -> Soak:
     return kind("transfers", seed=1, goal=MIB, fault_s=0.001, way="tcp", folder=folder)
 
