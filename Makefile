@@ -171,8 +171,9 @@ test-nixl: $(STAMP)
 	$(BIN)/python -m pytest -m '' tests/backends tests/programs/soak -k nixl $(ARGS)
 
 # The backend `ucx` on an RDMA device, without having one: in guests of Debian's kernel with
-# soft RoCE, emulated by QEMU. As root on a Debian; about 15 minutes on two cores, and more
-# with ARGS="-m ''", which adds the longer ones. NIXL's wheel has a newer UCX with verbs.
+# soft RoCE, emulated by QEMU; and TCP between two of them. As root on a Debian; half an hour
+# on two cores beside a load of 13, and more with ARGS="-m ''", which adds the longer ones.
+# NIXL's wheel has a newer UCX with verbs.
 test-rdma: $(STAMP)
 	$(INSTALL) $(VENV) --no-deps nixl-cu12==1.5.1
 	tests/rdma/guest --prepare

@@ -216,7 +216,9 @@ async def _pulled(
     await incoming.drained()
     words[:] = CANARY
     way = str(peer.connection.transport_report) if peer.connection else ""
-    _print(number, outcome, landed=len(landed), wrong=wrong, way=way)
+    found["transfers"] += 1
+    counts = {"landed": len(landed), "wrong": wrong, "after": found["transfers"]}
+    _print(number, outcome, **counts, way=way)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(options.watch):
             await asyncio.Event().wait()  # nothing may happen meanwhile

@@ -22,10 +22,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from tests.rdma.hosts import MOVER, Host, HostError, free_port, let_pass, two
+from tests.rdma.hosts import MOVER, Host, HostError, free_port, two
 
-TRANSFERS: Final = 60  # of each round
-AT_ONCE: Final = 12
+TRANSFERS: Final = 100  # of each round
+AT_ONCE: Final = 20
 MIB: Final = 1  # of each transfer
 FRAGMENTS: Final = "4 32 128 256"  # KiB
 DEADLINE_S: Final = 60.0
@@ -99,8 +99,8 @@ def play(hosts: tuple[Host, Host], name: str, chance: random.Random) -> Counter[
     found: Counter[str] = Counter()
     try:
         second.start("reader", f"{MOVER} pull --once-lost {options}")
-        second.wait_for("reader", '{"transfer": ')
-        let_pass(chance.uniform(0, 1.5))
+        moment = chance.randrange(1, TRANSFERS - AT_ONCE)
+        second.wait_for("reader", f'"after": {moment},')
         killed = FAULTS[name](first, second, chance)
         ended = [("reader", second.wait_for("reader", "rig-status", ROUND_S))]
         first.stop("owner", "TERM")
