@@ -19,9 +19,10 @@ The previous frame decides how far to read ahead: after a small frame, all of sc
 requested; after a frame that did not fit into scratch, only a header, since the next
 one is probably as large and none of its payload should be copied.
 
-A payload that may land anywhere is handed over in scratch itself, and other memory
-becomes scratch. After such a payload, scratch has room for another one, so that one
-call receives both the header and the payload.
+A payload that may land anywhere is handed over in scratch itself if it fills at least
+half of that, and other memory becomes scratch; a smaller one is copied, since it would
+keep all of scratch alive. After such a payload, scratch has room for another one, so
+that one call receives both the header and the payload.
 
 :meth:`FrameReader.receive` makes the one call of the wire, and
 :meth:`FrameReader.deliver` handles the received bytes. The result depends only on the
@@ -204,12 +205,16 @@ class FrameReader:
             elif length and payload is not None:
                 copy(scratch[body:begin], payload)
             elif length and landing.anywhere:
-                landing.payload = scratch[body:begin]
                 self._size = _size_for(length)
-                end = self._replace_scratch(begin, end)
-                begin = 0
-                scratch = self._scratch
-                headers = self._headers
+                if 2 * length >= len(scratch):
+                    landing.payload = scratch[body:begin]
+                    end = self._replace_scratch(begin, end)
+                    begin = 0
+                    scratch = self._scratch
+                    headers = self._headers
+                else:
+                    payload = landing.payload = mid_page_memory(length).data
+                    payload[:] = scratch[body:begin]
             self._ahead = self._size
             handler.body_received(link, landing)
         if self.stopped:

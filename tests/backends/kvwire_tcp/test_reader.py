@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import socket
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from hypothesis import given
@@ -158,6 +158,32 @@ def test_after_a_payload_of_any_place_the_next_one_comes_with_its_header() -> No
                 reader.deliver(reader.receive(wire))
             assert reader.drained
     assert [body for _, body in recorder.frames] == [body for _, body in frames]
+
+
+def test_payloads_of_any_place_keep_at_most_twice_their_bytes_alive() -> None:
+    """Small ones arrive in memory for a large one; a peer's window counts their bytes.
+
+    Without this, 64 of them would each keep what was left of that memory.
+    """
+    small = 5 * KIB
+    near, far = socket.socketpair()
+    with near, far:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 512 * KIB)
+        recorder = Recorder()
+        reader = FrameReader(NO_LINK, recorder)
+        wire = PlainWire(far)
+        for sizes in ([64 * KIB], [small] * 8):
+            near.sendall(transcript([(BRING, bytes(size)) for size in sizes]))
+            reader.drained = False
+            while not reader.drained:
+                reader.deliver(reader.receive(wire))
+        payloads: list[Any] = [one.payload for one in recorder.landings]
+        memory = {id(one.obj.base): one.obj.base for one in payloads}
+    assert len(payloads) == 9
+    page_bytes = 4 * KIB
+    assert sum(one.nbytes for one in memory.values()) <= sum(
+        2 * one.nbytes + page_bytes for one in payloads
+    )
 
 
 def test_position_says_where_the_stream_stands() -> None:
