@@ -176,7 +176,8 @@ class LaterFills:
 
     Most of what a fill costs is the same for one block and for many. A call that needs
     one of these blocks waits for none of this: it has them filled at once, by
-    :attr:`InFlightFills.hurry`. One event loop.
+    :attr:`InFlightFills.hurry`, or has waited for them since before the answer. One
+    event loop.
     """
 
     def __init__(self, memory: MemoryTier) -> None:
@@ -195,7 +196,8 @@ class LaterFills:
         self._gets.append(get)
         before = self._nbytes
         self._nbytes = before + len(get.answer.images)
-        if before < _TOGETHER_BYTES <= self._nbytes:
+        full = before < _TOGETHER_BYTES <= self._nbytes
+        if full or self._memory.in_flight.awaited(get.request.keys):
             # The caller goes on first, in the turn after the next one.
             loop.call_soon(loop.call_soon, self.fill)
         elif not before:

@@ -577,6 +577,8 @@ class InFlightFills:
         self.begun: int = 0
         self.ends: dict[Key, asyncio.Event] = {}
         self.hurry: Callable[[], object] = lambda: None
+        # Those of ``ends`` that calls wait for.
+        self._awaited: set[asyncio.Event] = set()
 
     def __len__(self) -> int:
         """Return the number of blocks that are being filled."""
@@ -601,6 +603,11 @@ class InFlightFills:
         if keys.size:
             ends = list(map(self.ends.pop, keys.tolist()))
             ends[0].set()
+            self._awaited.discard(ends[0])
+
+    def awaited(self, keys: Keys) -> bool:
+        """Return whether calls wait for the fills of one :meth:`begin`."""
+        return bool(self._awaited) and self.ends[keys.item(0)] in self._awaited
 
     async def one_ended(self, keys: Keys) -> bool:
         """Wait for the end of the fill of one of these blocks, if one is being filled.
@@ -611,6 +618,8 @@ class InFlightFills:
             if key in self.ends:
                 self.hurry()
                 if key in self.ends:
-                    await self.ends[key].wait()
+                    end = self.ends[key]
+                    self._awaited.add(end)  # bounded: one for each begin
+                    await end.wait()
                 return True
         return False

@@ -433,6 +433,23 @@ async def test_gets_in_a_row_reach_memory_together(by_tcp: None) -> None:
         assert tier_of(store, RemoteTier).stats().read_blocks == 7
 
 
+async def test_a_get_of_a_block_that_another_get_has_asked_for_ends_with_it(
+    by_tcp: None,
+) -> None:
+    """Memory gets this block at once, since a call waits for it."""
+    source, first, second = Filled(8, seed=1), Filled(8), Filled(8)
+    async with asking("memory:16MiB") as (served, store):
+        assert (await served.put(chain(1), source.cache, [0])).complete
+        get = store.get(chain(1), first.cache, [0])
+        again = store.get(chain(1), second.cache, [3])
+        assert (await get).complete
+        await turns(20)
+        assert again.done()
+        assert (await again).complete
+        assert same(second, [3], source, [0])
+        assert tier_of(store, RemoteTier).stats().read_blocks == 1
+
+
 @pytest.mark.parametrize("count", [2, 4, 5])
 @pytest.mark.parametrize("memory", [("memory:16MiB",), ()])
 async def test_a_get_of_several_blocks(
