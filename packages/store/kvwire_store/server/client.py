@@ -178,6 +178,7 @@ class ActiveConnection:
                 await self.connection.send(TAG, body, deadline=self._within)
             found = await answer
         except asyncio.CancelledError:  # its message goes out nevertheless
+            answer.cancel()
             raise
         except BaseException:
             if self._forget(number) is not None:
