@@ -107,9 +107,13 @@ class Membership:
             await self._directory.withdraw(self._announced)
 
     def leave(self) -> None:
-        """Begin to withdraw the announcement; :meth:`close` waits for the end."""
-        if self._leaving is None:
-            self._leaving = start_task(self.withdraw())
+        """Begin to withdraw the announcement; :meth:`close` waits for the end.
+
+        The loop need not be running.
+        """
+        if self._leaving is None and self._announcing is not None:
+            loop = self._announcing.get_loop()
+            self._leaving = asyncio.Task(self.withdraw(), loop=loop)
 
     async def close(self) -> None:
         """Withdraw the announcement, and close the directory.

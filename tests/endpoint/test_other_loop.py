@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -17,6 +18,7 @@ import kvwire_store
 from kvwire.aio import LoopThread
 from kvwire_store.request import StoreRequest
 from tests.support.caches import Filled, chain
+from tests.support.pairs import until
 
 # Calls that may come from any thread and loop, that only look, or that a task makes.
 ANYWHERE: Final = {
@@ -125,6 +127,29 @@ def test_each_is_refused_while_another_loop_of_the_thread_runs() -> None:
         own.close()
     with pytest.raises(kvwire.UsageError, match="is closed: open a communicator in"):
         found[kvwire.Communicator].register(bytearray(1))
+
+
+def test_a_communicator_is_aborted_between_two_runs_of_its_loop(tmp_path: Path) -> None:
+    """Its connection ends with the call, and the next run withdraws its record."""
+
+    async def begin() -> tuple[list[kvwire.Communicator], kvwire.Connection]:
+        both = [await kvwire.open(directory=f"file:{tmp_path}") for _ in range(2)]
+        address = await both[0].listen("127.0.0.1:0")
+        both[0].announce(role="decode", address=address)
+        await until(lambda: [*tmp_path.glob("*.json")])
+        await both[1].connect(address)
+        return both, await anext(both[0].connections())
+
+    async def end() -> None:
+        await until(lambda: not [*tmp_path.glob("*.json")])
+        for one in both:
+            await one.close()
+
+    with asyncio.Runner() as runner:
+        both, connection = runner.run(begin())
+        both[0].abort()
+        assert connection.closed
+        runner.run(end())
 
 
 async def test_marks_may_come_from_any_thread() -> None:
