@@ -25,7 +25,7 @@ from typing import Protocol, Self
 import msgspec
 
 import kvwire
-from kvwire_engines.migration import Arrival, MigrationTarget, Written, migrate
+from kvwire.migration import Arrival, MigrationTarget, Written, migrate
 from toy_model import SPEC, Pool, ToyModel, tokens_of
 
 # Tags: orders from the frontend, and events from engines.

