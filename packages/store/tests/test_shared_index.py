@@ -184,6 +184,18 @@ def test_an_order_that_there_is_not_is_a_miss(
     assert (shared.find(keys).slots == NO_SLOT).all()
 
 
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_slot_that_there_is_not_is_a_miss(shared: Shared, count: int) -> None:
+    """Or its image would be read behind the end of the memory that is mapped."""
+    keys = [secrets.token_bytes(32) for _ in range(count)]
+    shared.add(keys, SLOTS - count)
+    fewer = shared.generations.values[:-1].copy()
+    fewer[-1] = shared.generations.values[-1]
+    assert shared.find(keys).slots[-1] == SLOTS - 1
+    found = IndexReader(shared.words, fewer).find(as_keys(keys))
+    assert found.slots[-1] == NO_SLOT
+
+
 @pytest.mark.parametrize("bit", [56, 60, 63])
 def test_no_byte_of_the_seal_makes_up_for_another_order(
     shared: Shared, bit: int
