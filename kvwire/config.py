@@ -565,7 +565,8 @@ def checked_values(
         # strict=False reads numbers from text, as environment variables have them.
         return converted(values, kind, strict=False)
     except UnicodeEncodeError as exc:  # such as a variable whose bytes are not text
-        key = next((k for k, value in values.items() if value == exc.object), "value")
+        having = (name for name, value in values.items() if _has(value, exc.object))
+        key = next(having, "value")
         origin = origins.get(key, usual_origin)
         raise UsageError(f"{origin}: {key}={exc.object!r}: {exc.reason}") from None
     except msgspec.ValidationError as exc:
@@ -582,6 +583,11 @@ def checked_values(
             text += f"; {nearest(values[key], filter(None, get_args(hint)))}"
         origin = origins.get(key, usual_origin)
         raise UsageError(f"{origin}: {key}={_shown(values[key])}: {text}") from None
+
+
+def _has(value: Any, text: str) -> bool:
+    """Return whether a value is this text, or a list with it."""
+    return bool(value == text or (isinstance(value, Sequence) and text in value))
 
 
 def _shown(value: Any) -> str:

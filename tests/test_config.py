@@ -127,6 +127,7 @@ def test_whole_numbers_of_any_type() -> None:
         ({"psk_accept_files": ["key"]}, 'trust must be "psk"'),
         ({"prefer": None}, "prefer=None: Expected `list`, got `None`"),
         ({"lanes": "\udcff"}, r"lanes='\\udcff': surrogates not allowed"),
+        ({"io_cpus": ["0", "\udcff"]}, r"io_cpus='\\udcff': surrogates not allowed"),
         ({"backends": np.int64(2)}, "backends=.*a table of settings"),
         ({"lanes": True}, "lanes=True: Expected `int`, got `bool`"),
         ({"lanes": np.True_}, "lanes=np.True_: Expected `int`"),

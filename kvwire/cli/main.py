@@ -14,12 +14,19 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import Any, Final
 
-from cyclopts import App, CycloptsError, Parameter, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    Parameter,
+    UnknownCommandError,
+    UnusedCliTokensError,
+)
 
 import kvwire
 from kvwire.cli import logs
 from kvwire.cli.keygen import keygen
 from kvwire.cli.plug_ins import GROUP, Commands
+from kvwire.errors import nearest
 
 FAILED: Final = 1
 CALLED_WRONG: Final = 2
@@ -129,6 +136,12 @@ def _unread() -> int:
 
 
 def _call_error(exc: CycloptsError) -> str:
+    if isinstance(exc, UnknownCommandError) and exc.unused_tokens and exc.app:
+        given = exc.unused_tokens[0]
+        if not given.startswith("-"):
+            # The library's own text has no more than eight commands.
+            known = (name for name in exc.app if not name.startswith("-"))
+            return f"unknown command {given!r}; {nearest(given, known)}"
     if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
         return f"unexpected argument: {' '.join(exc.unused_tokens)}"
     return str(exc).strip()

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvwire.backend import Backend, Link, Listener
 from kvwire.backend.selection import crosses_hosts
-from kvwire.errors import ConnectError, not_looked_up
+from kvwire.errors import ConnectError, UsageError, not_looked_up
 from kvwire.limits import DIAL_DELAY_S
 from kvwire.security.keys import resolve
 from kvwire.types import Address, TrustMode
@@ -55,6 +55,11 @@ class Dialling:
 
         Cancel safety: safe, half-made links are closed.
         """
+        if not self._name.port and crosses_hosts(self._backend):
+            raise UsageError(
+                f"cannot connect to {self._name}: its port is 0, which only a listener "
+                "may have; use the one of the address that the peer's listen returned"
+            )
         try:
             found = await _addresses(self._name, self._backend, self._trust)
         except OSError as exc:

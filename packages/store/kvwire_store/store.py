@@ -721,9 +721,10 @@ class OpeningStore(Opening):
             _compare_with_container(memory)
             try:
                 store = BlockStore(memory, below, self._write, self._tenants)
-            except MemoryError as exc:
+            except MemoryError:
                 raise UsageError(
-                    f"tier {memory.text!r}: this machine cannot allocate it: {exc}"
+                    f"tier {memory.text!r}: this machine cannot allocate it and the "
+                    "index of its blocks; open a smaller tier"
                 ) from None
             except OSError as exc:
                 raise _refused(memory, exc) from exc

@@ -48,8 +48,8 @@ class GetOperation(Operation):
 
     verb = "get"
     side = PlanSide.CONSUMER
-    reads_in_place: ClassVar[bool] = True
-    """Whether blocks in the memory of a server on this host may be read in place."""
+    into_memory: ClassVar[bool] = False
+    """Whether the blocks have to be in memory at the end."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class GetOperation(Operation):
             memory.index.pin(slots[here])
             await self._hand_out(request, positions[here], slots[here], None)
             return here
-        tier = self.tiers.mapped if self.reads_in_place else None
+        tier = None if self.into_memory else self.tiers.mapped
         if tier is not None and tier.mapped is not None and tier not in self._changed:
             here = await self._read_in_place(request, positions, tier, tier.mapped)
             if any_of(here):
@@ -346,10 +346,16 @@ class GetOperation(Operation):
         if whole:
             if keys.size:
                 await self._hand_out(request, positions, taken, images)
+                self._passed(keys, taken)
             return positions, positions[:0]
         if any_of(landed):
             await self._hand_out(request, positions[landed], taken[landed], images)
+            self._passed(keys[landed], taken[landed])
         return positions[landed], positions[~landed]
+
+    def _passed(self, keys: Keys, slots: Ids) -> None:
+        if not self.into_memory:
+            self.tiers.memory.passed(keys, slots)
 
     def _lacking_still(self, keys: Keys, taken: Ids) -> tuple[Ids, Ids]:
         """Return the blocks that are still not in memory.

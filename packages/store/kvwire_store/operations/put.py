@@ -176,6 +176,7 @@ class PutOperation(Operation):
         failed = await self.tiers.write_through(request.namespace, batch) != LANDED
         memory.below[slots[first]] = ~failed
         memory.untaken[slots[first]] = failed
+        memory.passed(batch.keys[~failed], slots[first][~failed])
         if any_of(failed):
             names = set(batch.keys[failed].tolist())
             lost = np.fromiter(map(names.__contains__, keys.tolist()), np.bool_)

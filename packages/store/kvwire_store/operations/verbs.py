@@ -44,7 +44,7 @@ class PrefetchOperation(GetOperation):
     """Reads blocks into memory only."""
 
     verb = "prefetch"
-    reads_in_place = False
+    into_memory = True
 
     def count(self, counters: StoreCounters, nbytes: int, landed: int) -> None:
         """Count nothing: neither a hit nor a miss."""

@@ -135,6 +135,8 @@ class ActiveConnection:
         self.mapped: HostBlocks | None = None
         # How many requests without a task wait for an answer.
         self._posted = 0
+        # Why no answer can come any more, once that is so.
+        self._ended = ""
         # Called with the first answer.
         self.works: Callable[[], object] | None = None
 
@@ -168,6 +170,9 @@ class ActiveConnection:
         request keeps its turn, since the server works on it.
         """
         await self._requests.acquire()
+        if self._ended:
+            self._requests.release()
+            raise ConnectionLost(self._ended)
         answer = asyncio.get_running_loop().create_future()
         number = request.number
         # Called once: the server may work on a request whose caller has gone.
@@ -210,7 +215,7 @@ class ActiveConnection:
             Whether it was sent at once. Then the function is called once: with the
             answer, or with the reason why there is none.
         """
-        if self._posted >= self._may_post:
+        if self._ended or self._posted >= self._may_post:
             return False
         if not send_now(self.connection, TAG, encode(request)):
             return False
@@ -331,6 +336,7 @@ class ActiveConnection:
 
     def _end(self, why: str, *, lost: bool) -> None:
         """Fail every waiter, from a frame that no traceback references."""
+        self._ended = why
         self._set_timer(math.inf)
         if lost or self._answers:
             self.connection.abort(why)

@@ -85,7 +85,7 @@ class MemoryTier:
     ) -> None:
         self.index: Index = index
         slabs = index.slabs
-        # Whether blocks that came in one message from a lower tier are kept here too.
+        # Whether blocks that a lower tier has stay here after a call.
         self.keeps: bool = True
         self.in_flight: InFlightFills = InFlightFills()
         # Blocks being deleted; their deletion waits until no call uses them.
@@ -325,6 +325,12 @@ class MemoryTier:
         if self._changed is not None:
             self._notify()
 
+    def passed(self, keys: Keys, slots: Ids) -> None:
+        """Let go of a call's blocks, which a lower tier has, unless they stay here."""
+        if not self.keeps:
+            # First, the calls that have waited for one of these blocks pin it.
+            asyncio.get_running_loop().call_soon(self._let_go, keys, slots)
+
     async def delete(self, keys: Keys) -> None:
         """Delete blocks, once running reads and writes of them have ended.
 
@@ -441,6 +447,12 @@ class MemoryTier:
             )
 
     # --- inside -----------------------------------------------------------------------
+
+    def _let_go(self, keys: Keys, slots: Ids) -> None:
+        """Forget blocks that are still in these slots, unless they were pinned."""
+        same = (self.index.find(keys) == slots) & ~self.index.kept(keys)
+        self.index.delete(keys[same])
+        self._notify()
 
     def _place(self, slots: Ids, nbytes: int) -> Payload:
         """Return the images in some slots: one view, if they are side by side."""

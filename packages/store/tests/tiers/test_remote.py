@@ -65,6 +65,29 @@ async def test_a_hash_that_is_named_twice_and_is_nowhere() -> None:
         assert outcome.missing.reasons == ("it is not in the store",)
 
 
+@pytest.mark.parametrize("spec", [SPEC, LARGE], ids=["small", "large"])
+async def test_a_store_without_a_memory_tier_keeps_nothing(spec: KVSpec) -> None:
+    """Or it would return bytes that another client has deleted since."""
+    before, after = Filled(8, spec, seed=1), Filled(8, spec, seed=2)
+    target = Filled(9, spec)
+    async with (
+        BlockStore.open(["memory:16MiB"]) as served,
+        StoreServer(served, "127.0.0.1:0", one_sided_windows="off") as server,
+        BlockStore.open([f"kvwire://{server.address}"]) as putting,
+        BlockStore.open([f"kvwire://{server.address}"]) as getting,
+    ):
+        await putting.put(chain(8), before.cache, range(8))
+        # The answer lacks a block, so the get goes on behind it.
+        await getting.get([*chain(8), *chain(1, "other")], target.cache, range(9))
+        await getting.get(chain(8), target.cache, range(8))
+        await served.delete(chain(8), before.cache)
+        assert not await putting.match(chain(8), before.cache)
+        assert not await getting.match(chain(8), before.cache)
+        await served.put(chain(8), after.cache, range(8))
+        assert (await getting.get(chain(8), target.cache, range(8))).complete
+        assert np.array_equal(target.tokens([*range(8)]), after.tokens([*range(8)]))
+
+
 @pytest.mark.slow
 async def test_a_server_killed_in_the_middle_of_a_put() -> None:
     source, hashes = Filled(BLOCKS, LARGE, seed=1), chain(BLOCKS)
@@ -470,7 +493,7 @@ async def test_a_get_of_several_blocks(
             assert same(target, there, source, there)
         await memory_has_its_copies(store)
         tiers = inside.tiers(store)
-        assert in_memory(store, chain(2)) == [bool(memory) or count > 4, False]
+        assert in_memory(store, chain(2)) == [bool(memory), False]
         assert store.counters.missed_blocks == 2
         assert not len(tiers.memory.in_flight)
         assert tiers.memory.index.pinned == 0
