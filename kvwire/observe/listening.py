@@ -46,7 +46,7 @@ class ClientMistakes(logging.Filter):
     """Drops records about requests that are no valid HTTP.
 
     aiohttp logs each of them with a traceback, although its client has the answer. So
-    whoever can connect could fill the log, with bytes of their choice.
+    any client could fill the log with bytes of its choice.
 
     Args:
         mistakes: aiohttp's errors about such requests.
