@@ -186,6 +186,22 @@ async def test_a_tier_that_was_not_closed_in_order_takes_no_row_at_its_word(
         assert await landed(store, source, hashes) == IDS[:8]
 
 
+async def test_a_tier_is_noted_as_open_before_it_writes(tmp_path: Path) -> None:
+    """Or rows that a killed process has left are taken at their word."""
+    await put_before(*tiers(tmp_path / "kv"), count=4)
+
+    def kill(call: str) -> None:
+        if call == "pwritev":
+            shutil.copytree(tmp_path / "kv", tmp_path / "killed")
+
+    async with store_on(await disk(tmp_path / "kv", hook=kill)) as store:
+        new = await store.put(chain(4, "new"), Filled(seed=1).cache, IDS[:4])
+        assert new.complete
+    for name, in_order in (("kv", 1), ("killed", 0)):
+        with closing(sqlite3.connect(tmp_path / name / "index.sqlite")) as db:
+            assert db.execute("SELECT closed FROM tier").fetchone() == (in_order,)
+
+
 @pytest.mark.parametrize("by", ["key", "namespace"])
 async def test_what_is_being_written_is_deleted_once_it_is_there(
     tmp_path: Path, by: str
