@@ -129,7 +129,7 @@ class FrameReader:
         rest = self._rest
         ahead = self._ahead
         if target is None:
-            if ahead > len(self._scratch):
+            if ahead > len(self._scratch) or len(self._scratch) > 2 * self._size:
                 self._replace_scratch(0, self._held)
             room = self._scratch
             asked = ahead - self._held

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from kvwire.backend import Landing, Link
 from kvwire.limits import HEADER_BYTES, KIB
+from kvwire.memory.buffers import MID_PAGE_BYTES
+from kvwire.memory.copy import address_of
 from kvwire_tcp.link import TcpLink
 from kvwire_tcp.reader import SCRATCH_BYTES, FrameReader
 from kvwire_tcp.wire import PlainWire
@@ -158,6 +160,24 @@ def test_after_a_payload_of_any_place_the_next_one_comes_with_its_header() -> No
                 reader.deliver(reader.receive(wire))
             assert reader.drained
     assert [body for _, body in recorder.frames] == [body for _, body in frames]
+
+
+def test_payloads_smaller_than_one_before_are_handed_over_in_place_again() -> None:
+    """The first is copied; the others are behind their headers, in smaller memory."""
+    near, far = socket.socketpair()
+    with near, far:
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 512 * KIB)
+        recorder = Recorder()
+        reader = FrameReader(NO_LINK, recorder)
+        wire = PlainWire(far)
+        for size in (128 * KIB, 32 * KIB, 32 * KIB, 32 * KIB):
+            near.sendall(transcript([(BRING, bytes(size))]))
+            reader.drained = False
+            while not reader.drained:
+                reader.deliver(reader.receive(wire))
+    payloads: list[Any] = [one.payload for one in recorder.landings]
+    places = [address_of(one) % MID_PAGE_BYTES for one in payloads]
+    assert places == [0, 0, HEADER_BYTES, HEADER_BYTES]
 
 
 def test_payloads_of_any_place_keep_at_most_twice_their_bytes_alive() -> None:
