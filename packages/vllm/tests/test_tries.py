@@ -36,6 +36,7 @@ from packages.vllm.tests.support.proxies import (
     answer,
     app,
     broken,
+    call,
     dies,
     fails,
     fine,
@@ -78,6 +79,13 @@ async def test_a_request_that_prefill_engines_die_of() -> None:
     said = await post(front(engines, prefill=PREFILL))
     assert said.status_code == 502
     assert sum(host[0] == "p" for host in engines.hosts()) == 2
+
+
+async def test_a_prompt_to_count_that_engines_die_of() -> None:
+    """As for a request that needs both roles: two are enough."""
+    engines = Engines(**{f"d{i}": Mortal() for i in range(6)})
+    assert (await call(front(engines), "POST", "/tokenize", json=ASK)).is_error
+    assert len(engines.asked) == 2
 
 
 async def test_engines_that_were_dead_already_are_not_counted() -> None:
@@ -235,17 +243,63 @@ async def test_an_engine_that_dies_costs_no_answer(who: str, fails: Handler) -> 
     assert {status for status, _ in await asyncio.gather(*asked)} == {200}
 
 
+FULL = fails(503, "no room")
+LATE = fails(504)
+
+
 async def test_engines_without_room_are_no_reason_to_refuse() -> None:
     """Three say so; it is not the request that they fail of."""
-
-    full = fails(503, "no room")
-    engines = Engines(p0=full, p1=full, d0=full)
+    engines = Engines(p0=FULL, p1=FULL, d0=FULL)
     asking = dispatcher(engines, 2, 2)
     assert (await ask(asking))[0] == 200
-    engines.handlers |= {"d0": full, "d1": full}
+    engines.handlers |= {"d0": FULL, "d1": FULL}
     with pytest.raises(EngineFailed, match="no room") as caught:
         await ask(asking)
     assert caught.value.status == 503
+
+
+async def test_if_prefill_has_no_room_decode_computes_the_prompt() -> None:
+    """Not after all of prefill's engines, which may be many."""
+    engines = Engines(**{f"p{i}": FULL for i in range(6)})
+    assert (await ask(dispatcher(engines, 6, 1)))[0] == 200
+    assert sum(host[0] == "p" for host in engines.hosts()) == 3
+
+
+@pytest.mark.parametrize("prefill", [0, 6])
+@pytest.mark.parametrize(
+    ("fails", "lives", "state", "tries"),
+    [
+        (dies, True, "", 2),
+        (dies, True, "slow", 2),
+        (dies, False, "slow", 2),
+        (broken, False, "slow", 2),
+        (LATE, True, "", 1),
+        (LATE, True, "slow", 1),
+        (LATE, False, "slow", 2),
+        (FULL, True, "", 4),
+        (FULL, True, "slow", 4),
+        (FULL, False, "down", 1),
+        (refused, False, "down", 4),
+    ],
+)
+async def test_a_failing_fleet_is_not_flooded(
+    fails: Handler, lives: bool, state: str, tries: int, prefill: int
+) -> None:
+    """The number of its engines does not matter.
+
+    A try is a request, or three: one of prefill, one of decode, and one without KV.
+    """
+    hosts = [server.url[-2:] for server in PREFILL + DECODE]
+    engines = Engines(**dict.fromkeys(hosts, fails))
+    engines.dead = () if lives else (fails,)
+    fleet = EngineFleet(PREFILL[:prefill], DECODE)
+    for engine in fleet.engines:
+        engine.slow = state == "slow"
+        engine.down = "it has died" if state == "down" else ""
+    with pytest.raises(EngineFailed):
+        await ask(Dispatcher(engines, fleet))
+    each = 3 if prefill and state != "down" else 1
+    assert len(engines.asked) <= tries * each
 
 
 @FAILURES

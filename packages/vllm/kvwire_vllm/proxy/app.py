@@ -32,7 +32,7 @@ from kvwire_vllm.proxy.client import (
     headers_of,
 )
 from kvwire_vllm.proxy.discovery import Discovery
-from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher
+from kvwire_vllm.proxy.dispatch import ClientRequest, Dispatcher, Tries
 from kvwire_vllm.proxy.engines import VllmEngine
 from kvwire_vllm.proxy.events import EVENTS, written
 from kvwire_vllm.proxy.fleet import EngineFleet
@@ -208,11 +208,12 @@ class ProxyApp:
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         """Pass a request unchanged to one engine."""
         last = EngineFailed(None, self._fleet.why_none())
-        tried: set[VllmEngine] = set()
+        tries = Tries()
         with self._state.place():
             content = await request.read() or None
-            while (engine := self._fleet.pick_to_answer(tried)) is not None:
+            while (engine := self._fleet.pick_to_answer(tries.engines)) is not None:
                 headers = _passed_on(request)
+                was_down = bool(engine.down)
                 try:
                     async with self._client.ask(
                         engine, request.path, headers, content
@@ -223,7 +224,9 @@ class ProxyApp:
                         raise
                     last = exc
                     await self._dispatcher.look_at(exc)
-                    tried.add(engine)  # bounded: engines
+                    tries.engines.add(engine)  # bounded: engines
+                    if not tries.another(exc, was_down):
+                        break
         raise last
 
     # --- what it shows ----------------------------------------------------------------

@@ -65,6 +65,11 @@ class EngineFailed(Exception):
         self.ours = ours
         self.retry_after = ""  # its Retry-After header
 
+    @property
+    def cost_nothing(self) -> bool:
+        """Whether the engine had no work by it, and the client no wait."""
+        return not (self.reached or self.silent or self.status is not None)
+
 
 @dataclass(slots=True)
 class EngineResponse:

@@ -13,9 +13,10 @@ its health: if that fails too, another one is tried; if not, the request is at f
 and the client gets the error. Once the answer has begun, it is passed to the client,
 and an engine that dies then cuts it off.
 
-So a failing fleet gets at most twice the work: a request by which two healthy engines
-have died is not retried, since it may be the cause, and of engines that are down, which
-may be back, it reaches one.
+So a failing fleet gets at most twice the work, whatever its size: a request on which
+two engines have failed is not retried, since it may be the cause, and of engines that
+are down, which may be back, it reaches one. If three have no room for it, one more is
+asked, without prefill.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from kvwire_vllm.proxy.limits import (
     PROXY_BODY_BYTES_MAX,
     PROXY_EVENT_BYTES_MAX,
     PROXY_FAILED_ON_MAX,
+    PROXY_REFUSED_BY_MAX,
 )
 from kvwire_vllm.references import UNSIGNED, References
 
@@ -62,12 +64,8 @@ _END_BYTES: Final = 64
 # Headers by which a client can detect the end of an answer.
 FRAMES: Final = frozenset(("content-length", "transfer-encoding"))
 # Statuses of an engine that has no room, or of a gateway that does not reach it: it has
-# not taken the request.
-_NOT_TAKEN: Final = (
-    HTTPStatus.BAD_GATEWAY,
-    HTTPStatus.SERVICE_UNAVAILABLE,
-    HTTPStatus.GATEWAY_TIMEOUT,
-)
+# not taken the request. Behind a gateway that waits no longer (504) it may have.
+_NOT_TAKEN: Final = (HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE)
 # How much of an engine's error text is quoted.
 _QUOTED_CHARS: Final = 500
 
@@ -90,6 +88,30 @@ class ClientRequest:
     answer_tokens_max: int = 0
 
 
+@dataclass(slots=True)
+class Tries:
+    """The failed tries of one request."""
+
+    engines: set[VllmEngine] = field(default_factory=set)  # that are not asked again
+    died: int = 0  # engines that failed once they had the request
+    refused: int = 0  # engines without room, or still down
+
+    def another(self, failed: EngineFailed, was_down: bool) -> bool:
+        """Count a failed try; return whether another one may follow.
+
+        Args:
+            failed: The failure, after a look at its engine's health.
+            was_down: Whether the engine was known to be down before.
+        """
+        if was_down and not failed.cost_nothing:
+            return False
+        self.died += failed.reached
+        found_down = failed.engine is not None and failed.engine.down
+        full = failed.status in _NOT_TAKEN and not found_down
+        self.refused += was_down or full
+        return self.died < PROXY_FAILED_ON_MAX and self.refused < PROXY_REFUSED_BY_MAX
+
+
 class Dispatcher:
     """Sends requests to engines."""
 
@@ -110,21 +132,20 @@ class Dispatcher:
 
         Cancel safety: safe; the requests to both engines are cancelled.
         """
-        tried: set[VllmEngine] = set()
-        died = 0
+        tries = Tries()
+        tried = tries.engines
         last = EngineFailed(None, self._fleet.why_none())
         # Reasons by role, since clients must not learn engines' addresses.
         whys: dict[str, None] = {}
         while (decode := self._fleet.pick_to_answer(tried)) is not None:
-            prefill = self._pick_prefill(asked.body, decode, tried)
-            if died and (dead := await self._dead(prefill, decode)):
+            prefill = self._pick_prefill(asked.body, decode, tries)
+            if tries.died and (dead := await self._dead(prefill, decode)):
                 tried |= dead  # bounded: engines, and so is the next
                 continue
             asked.engines = (decode.url,)
             asked.decode = decode
             self.retries += bool(tried)
             was_down = bool(decode.down)
-            well = {one for one in (prefill, decode) if one and one.is_up}
             try:
                 async with AsyncExitStack() as attempt:
                     answer = await self.ask_once(prefill, decode, asked, attempt)
@@ -138,17 +159,15 @@ class Dispatcher:
                 last = exc
             failing = last.engine = last.engine or decode
             failing.failed += 1
-            tried.add(failing)
+            tried.add(failing)  # bounded: engines
             whys[f"{failing.role}: {last.why}"] = None
             await self.look_at(last)
             if _is_answer(last) and not failing.down:
                 raise last
-            died += last.reached and failing in well
-            if died == PROXY_FAILED_ON_MAX:
-                last.status = last.status or HTTPStatus.BAD_GATEWAY
+            if not tries.another(last, was_down):
                 break
-            if was_down and (last.reached or last.silent):
-                break
+        if tries.died == PROXY_FAILED_ON_MAX:
+            last.status = last.status or HTTPStatus.BAD_GATEWAY
         if whys:
             last.why = f"no engine has answered: {'; '.join(whys)}"
         raise last
@@ -187,12 +206,14 @@ class Dispatcher:
         return context
 
     def _pick_prefill(
-        self, body: Mapping[str, Any], decode: VllmEngine, tried: set[VllmEngine]
+        self, body: Mapping[str, Any], decode: VllmEngine, tries: Tries
     ) -> VllmEngine | None:
         """Return the engine that computes the prompt; None if `decode` computes it."""
+        if tries.refused == PROXY_REFUSED_BY_MAX - 1:
+            return None
         if not decode.does(DECODE) or not is_for_two(body):
             return None
-        return self._fleet.pick(PREFILL, {decode, *tried}, decode.model)
+        return self._fleet.pick(PREFILL, {decode, *tries.engines}, decode.model)
 
     async def _dead(self, *engines: VllmEngine | None) -> set[VllmEngine]:
         """Return the engines that have died already, so not of the next request."""
