@@ -23,12 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from kvwire.errors import UsageError
+from kvwire.config import checked_values
+from kvwire.errors import UsageError, nearest
 from kvwire.extras import needed_by
 from kvwire.kv.paged import PagedCache
 from kvwire_store.pages import PageStore
+from kvwire_store.store import Write
 from kvwire_store.weights import weights_name
 
 with needed_by("KvwireL2Adapter", command="pip install lmcache"):
@@ -45,9 +48,9 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
-        params = dict(params)
-        self._weights = _Weights(params.pop("fingerprint", ""))
-        self._store = PageStore(**params)
+        chosen = _chosen(params)
+        self._weights = _Weights(chosen.fingerprint)
+        self._store = PageStore(chosen.tiers, write=chosen.write, name=chosen.name)
         self._stored, self._found, self._loaded = (
             create_event_notifier() for _ in range(3)
         )
@@ -164,6 +167,22 @@ class KvwireL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # it is not ty
         with self._lock:
             self._bitmaps[number] = bitmap
         notifier.notify()
+
+
+class _Params(msgspec.Struct, frozen=True):
+    tiers: list[str]
+    write: Write = "through"
+    name: str = ""
+    fingerprint: str = ""
+
+
+def _chosen(params: Mapping[str, Any]) -> _Params:
+    """Read ``adapter_params``."""
+    known = _Params.__struct_fields__
+    for name in params.keys() - set(known):
+        hint = nearest(name, known)
+        raise UsageError(f"adapter_params: unknown key {name!r}; {hint}")
+    return checked_values(params, _Params, {}, "adapter_params")
 
 
 class _Weights:

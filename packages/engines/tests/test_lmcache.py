@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvwire import UsageError
 from packages.vllm.tests.support.models import make_model
 from packages.vllm.tests.support.serving import Process, engine, prompt, tokens_of
 from packages.vllm.tests.support.store_server import StoreServer
@@ -63,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def adapter(folder: Path, **more: str) -> Any:
+def adapter(folder: Path, **more: Any) -> Any:
     more = more or {"fingerprint": "w"}
     tiers = ["memory:1MiB", f"disk:{folder}?size=1MiB"]
     return _create_plugin_adapter(
@@ -127,6 +128,21 @@ def test_what_names_an_object_sets_it_apart(made: Any) -> None:
         ObjectKey(KEYS[0].chunk_hash, "m", 0, cache_salt="tenant"),
     ]
     assert lookup(made, [KEYS[0], *others]) == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("params", "why"),
+    [
+        ({"fingerprnt": "w"}, "unknown key 'fingerprnt'.*fingerprint"),
+        ({"tiers": "memory:1MiB"}, "tiers='memory:1MiB': Expected `list`"),
+        ({"write": "bak"}, "write='bak'.*back"),
+    ],
+)
+def test_what_adapter_params_cannot_say(
+    folder: Path, params: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(UsageError, match=f"adapter_params: {why}"):
+        adapter(folder, **params)
 
 
 def test_weights_set_objects_apart(folder: Path, tmp_path: Path) -> None:
