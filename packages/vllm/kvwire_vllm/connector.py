@@ -58,7 +58,7 @@ class ArrivedPrompts(base.KVConnectorWorkerMetadata):  # type: ignore[misc]  # l
 class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
     """Moves KV between two vLLM engines; see docs/howto/vllm.md."""
 
-    _holes: HoleFills | None = None
+    holes: HoleFills | None = None  # gets holes computed, at the scheduler
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -75,11 +75,11 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
         )
         if role == base.KVConnectorRole.SCHEDULER:
             self._tables = tuple(sorted({shape.table for shape in shapes}))
-            self._holes = _hole_fills(settings, shapes, vllm_config)
+            self.holes = _hole_fills(settings, shapes, vllm_config)
             self._scheduler = SchedulerSide(
                 shapes,
                 References.of(config, settings.peers),
-                self._holes,
+                self.holes,
                 limits=_answer_limits(vllm_config.model_config),
             )
             return
@@ -126,12 +126,12 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
     def update_connector_output(self, connector_output: Any) -> None:
         if drained := connector_output.finished_sending:
             self._scheduler.drained(drained)
-        if self._holes is None:
+        if self.holes is None:
             return
         if arrived := connector_output.kv_connector_worker_meta:
-            self._holes.arrived(arrived.reports)
+            self.holes.arrived(arrived.reports)
         if received := connector_output.finished_recving:
-            self._holes.received(received)
+            self.holes.received(received)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         """Return all groups, because blocks of each are fetched."""
@@ -153,8 +153,8 @@ class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHM
 
     def shutdown(self) -> None:
         super().shutdown()
-        if self._holes is not None:
-            self._holes.close()
+        if self.holes is not None:
+            self.holes.close()
 
     # --- worker -----------------------------------------------------------------------
 

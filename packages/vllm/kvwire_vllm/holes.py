@@ -50,9 +50,9 @@ HOLE: Final = "kvwire_hole"
 # One more request costs about as much GPU time as this many tokens. If fewer arrived
 # between two holes, or after the last one, they are computed again.
 WORTH_TOKENS: Final = 256
-# How long a request for a hole may take to get its first step. Meanwhile the original
-# request holds its blocks, and those may be the ones that the other needs.
-WAIT_S: Final = 2.0
+# Meanwhile the original request holds its blocks, and those may be the ones that the
+# request for its hole needs.
+_WAIT_S: Final = 2.0
 # Holes that are computed at once; each needs blocks for the prompt up to its end.
 _AT_ONCE: Final = 8
 
@@ -93,6 +93,7 @@ class HoleFills:
         table: The name of the engine's only block table.
         block_tokens: Tokens per block.
         ranks: The number of workers.
+        wait_s: How long a request for a hole may take to get its first step.
     """
 
     def __init__(
@@ -102,7 +103,9 @@ class HoleFills:
         table: str,
         block_tokens: int,
         ranks: int,
+        wait_s: float = _WAIT_S,
     ) -> None:
+        self.wait_s: float = wait_s
         self._server = server
         self._table = table
         self._block_tokens = block_tokens
@@ -184,7 +187,7 @@ class HoleFills:
             filler = self._scheduled[one.id]
             if one.tables is not None:
                 filler.blocks.extend(one.tables[0])
-            filler.until = monotonic() + WAIT_S
+            filler.until = monotonic() + self.wait_s
             if one.stop >= filler.hole.stop * self._block_tokens:
                 self._fill(step, filler)
         for request_id, prompt in list(self._waiting.items()):
@@ -235,7 +238,7 @@ class HoleFills:
         if salt := getattr(request, "cache_salt", None):
             body["cache_salt"] = salt
         sent = self._server.post(body)
-        self._fillers[key] = _Filler(prompt, hole, sent, monotonic() + WAIT_S)
+        self._fillers[key] = _Filler(prompt, hole, sent, monotonic() + self.wait_s)
         prompt.filler = key
         return True
 

@@ -215,7 +215,13 @@ def filling(
     """A prompt of 300 blocks of 4 tokens, which other engines have."""
     with serving(status) as server:
         own = OwnServer(server.url, "m")
-        holes = HoleFills(own, table="0", block_tokens=BLOCK_TOKENS, ranks=ranks)
+        holes = HoleFills(
+            own,
+            table="0",
+            block_tokens=BLOCK_TOKENS,
+            ranks=ranks,
+            wait_s=WITHIN_S,
+        )
         waiting = Request("r", PROMPT, {}, **request)
         watch(holes, waiting)
         yield holes, server, waiting

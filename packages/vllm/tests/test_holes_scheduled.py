@@ -153,7 +153,7 @@ def test_the_request_for_a_hole_is_preempted(
 def test_no_blocks_are_free_for_it(model: Path, ahead: bool) -> None:
     """The request with the hole holds what it would need; neither waits for ever."""
     ids = prompt(16 * BLOCK_TOKENS, seed=8)
-    with rig(model, ahead=ahead, blocks=20) as engine:
+    with rig(model, ahead=ahead, blocks=20, wait_s=1.0) as engine:
         engine.fetch("r", ids)
         engine.until(lambda: engine.waiting_for_kv("r"))
         engine.land("r", [12])
@@ -207,7 +207,8 @@ def test_at_random(model: Path, ahead: bool, seed: int) -> None:
     beginning = prompt(4 * BLOCK_TOKENS, seed=20)
     prompts: dict[str, list[int]] = {}
     aborted: set[str] = set()
-    with rig(model, ahead=ahead, blocks=chance.choice([40, 64]), chunk=512) as engine:
+    blocks = chance.choice([40, 64])
+    with rig(model, ahead=ahead, blocks=blocks, chunk=512, wait_s=1.0) as engine:
         for number in range(10):
             name = f"r{number}"
             shared = chance.randrange(5) * BLOCK_TOKENS

@@ -62,7 +62,14 @@ class Rig:
     """One engine without its model. With ``ahead`` it schedules before it has run."""
 
     def __init__(
-        self, model: Path, server: OwnHTTP, *, blocks: int, ahead: bool, chunk: int
+        self,
+        model: Path,
+        server: OwnHTTP,
+        *,
+        blocks: int,
+        ahead: bool,
+        chunk: int,
+        wait_s: float,
     ) -> None:
         extra = {"http": server.url, "fingerprint": "rig"}
         config = EngineArgs(
@@ -98,6 +105,7 @@ class Rig:
             block_size=BLOCK_TOKENS,
             log_stats=True,
         )
+        self.scheduler.connector.holes.wait_s = wait_s
         self._cache = np.full((blocks, BLOCK_TOKENS), _NOTHING, np.int64)
         # Tokens and blocks of each request, as the worker knows it.
         self._running: dict[str, tuple[list[int], list[int]]] = {}
@@ -293,10 +301,17 @@ class Rig:
 
 @contextmanager
 def rig(
-    model: Path, *, blocks: int = 64, ahead: bool = False, chunk: int = 1024
+    model: Path,
+    *,
+    blocks: int = 64,
+    ahead: bool = False,
+    chunk: int = 1024,
+    wait_s: float = 60.0,
 ) -> Iterator[Rig]:
     with serving() as server:
-        made = Rig(model, server, blocks=blocks, ahead=ahead, chunk=chunk)
+        made = Rig(
+            model, server, blocks=blocks, ahead=ahead, chunk=chunk, wait_s=wait_s
+        )
         try:
             yield made
         finally:
