@@ -26,7 +26,9 @@ Blocks are shared as prefixes: two requests that share a block share every block
 it. So two requests that share a lost block have the same usable prefix, and neither can
 decode before the block is recomputed. The first of these requests, in the caller's
 order, *owns* the recomputation. The others wait for the owner, and prefill from the end
-of the shared part.
+of the shared part. This applies to each group. A window is computed from the first
+token on, so a request with a window waits for another one only if the two share the
+window as well; it cannot recompute a block that another request computes or reads.
 
 vLLM PR #12285 has the same goal; vLLM #49250 shows the failure without owners.
 """
@@ -163,7 +165,6 @@ class _Request(Generic[Id]):
     cached_tokens: int
     lists: Mapping[str, Ids]
     block_tokens: Mapping[str, int]
-    main: str  # the first group whose list covers every token
 
     @classmethod
     def read(cls, request: PrefillRequest[Id]) -> _Request[Id]:
@@ -190,14 +191,13 @@ class _Request(Generic[Id]):
         sizes = {name: whole(size) or 0 for name, size in asked.items()}
         if sizes.keys() != lists.keys() or min(sizes.values()) < 1:
             raise UsageError(f"{where}: block_tokens={request.block_tokens!r}")
-        full = [n for n in names if lists[n].size * sizes[n] >= tokens]
-        if not full:
+        if all(lists[n].size * sizes[n] < tokens for n in names):
             raise UsageError(
                 f"{where}: num_tokens={tokens}, but its blocks hold "
                 f"{max(lists[n].size * sizes[n] for n in names)}"
             )
         lists = {name: ids[: -(-tokens // sizes[name])] for name, ids in lists.items()}
-        return cls(request.id, tokens, cached, lists, sizes, full[0])
+        return cls(request.id, tokens, cached, lists, sizes)
 
     def tokens_in(self, group: str) -> Ids:
         """Return the number of the request's tokens in each block of a group."""
@@ -206,11 +206,36 @@ class _Request(Generic[Id]):
         counts[-1:] -= -self.num_tokens % size
         return counts
 
+    def first_tokens(self, group: str) -> Ids:
+        """Return the position of each block's first token; a window holds the last."""
+        skipped = self.num_tokens - int(self.tokens_in(group).sum())
+        steps = np.arange(self.lists[group].size, dtype=np.int64)
+        return skipped + steps * self.block_tokens[group]
+
     @property
     def has_window(self) -> bool:
         """Return whether some group holds only the last tokens."""
         held = (ids.size * self.block_tokens[name] for name, ids in self.lists.items())
         return min(held) < self.num_tokens
+
+
+class _Claims(NamedTuple):
+    """The claims of earlier requests on a request's tokens, in one group.
+
+    Attributes:
+        group: The group.
+        places: The place of each token's block in the list; negative if a window does
+            not hold the token.
+        owners: The owner of each token's block.
+        theirs: The tokens that earlier requests compute, or that are not held.
+        taken: The tokens that this request must not compute.
+    """
+
+    group: str
+    places: Ids
+    owners: Ids
+    theirs: Bits
+    taken: Bits
 
 
 class _Blocks(Generic[Id]):
@@ -260,8 +285,9 @@ class _Blocks(Generic[Id]):
 
     def read(self, request: _Request[Id]) -> None:
         """Record that a request decodes from its blocks, so they must not change."""
-        at, _ = self._find(request.main, request.lists[request.main])
-        self._owner[request.main][at] = _READ
+        for name, ids in request.lists.items():
+            at, _ = self._find(name, ids)
+            self._owner[name][at] = _READ
 
     def lost(self, request: _Request[Id], usable: int, *, only_holes: bool) -> Bits:
         """Return for each token of a request whether it must be computed."""
@@ -287,38 +313,79 @@ class _Blocks(Generic[Id]):
             UsageError: A lost block is shared but not part of a common prefix.
         """
         # Before: the tables have, for each block, its owner among the earlier requests,
-        # the token of the owner up to which that owner computes, and the block's
-        # position in the owner's list. A block is shared as part of a prefix if it has
-        # the same position in this request.
-        group = request.main
-        at, _ = self._find(group, request.lists[group])
-        owners = self._owner[group][at]
-        shared = (owners >= 0) & (self._position[group][at] == np.arange(at.size))
-        until = np.where(shared, self._until[group][at], 0)
-        tokens = np.arange(request.num_tokens)
-        block = tokens // request.block_tokens[group]
-        theirs = lost & (tokens < until[block])
+        # the token of the owner up to which that owner computes, and the position of
+        # the block's first token in the owner. A block is shared as part of a prefix if
+        # it has the same position in this request.
+        claims = [
+            self._claims(request, name, lost)
+            for name, ids in request.lists.items()
+            if ids.size
+        ]
+        theirs = lost & np.logical_and.reduce([held.theirs for held in claims])
         mine = lost & ~theirs
-        alone = distinct(block[lost])
-        alone = alone[np.logical_or.accumulate(~shared[alone])]
-        taken = alone[owners[alone] != _NOBODY]
-        if taken.size:
-            name = int(request.lists[group][taken[0]])
-            raise UsageError(
-                f"plan_prefill: request {request.id!r} lacks block {name} of group "
-                f"{group!r}, which another request has after other blocks; requests "
-                "can share blocks only as a common prefix"
-            )
+        if request.has_window and mine.any():
+            mine = lost
+            theirs = np.zeros_like(lost)
+        for held in claims:
+            taken = held.places[mine & held.taken]
+            if taken.size:
+                raise self._not_shared(request, held.group, int(taken[0]))
         last = np.flatnonzero(theirs)[-1:]
         # After: this request is the owner of every block with a token in `mine`.
-        owner = self._claimants[int(owners[block[last[0]]])] if last.size else None
+        owner = None
+        if last.size:
+            owners = [int(held.owners[last[0]]) for held in claims]
+            owner = self._claimants[max(owners)]
         if mine.any():
-            claimed = distinct(block[mine])
-            self._owner[group][at[claimed]] = len(self._claimants)
-            self._until[group][at[claimed]] = request.num_tokens
-            self._position[group][at[claimed]] = claimed
+            for held in claims:
+                places = distinct(held.places[mine & (held.places >= 0)])
+                at, _ = self._find(held.group, request.lists[held.group][places])
+                self._owner[held.group][at] = len(self._claimants)
+                self._until[held.group][at] = request.num_tokens
+                first = request.first_tokens(held.group)
+                self._position[held.group][at] = first[places]
             self._claimants.append(request)
         return _runs(mine), owner
+
+    def _claims(self, request: _Request[Id], group: str, lost: Bits) -> _Claims:
+        """Return the earlier claims on the blocks of a request's tokens in a group."""
+        ids = request.lists[group]
+        at, _ = self._find(group, ids)
+        first = request.first_tokens(group)
+        tokens = np.arange(request.num_tokens)
+        places = (tokens - int(first[0])) // request.block_tokens[group]
+        places[tokens < first[0]] = _NOBODY
+        inside = places >= 0
+        owners = self._owner[group][at]
+        shared = (owners >= 0) & (self._position[group][at] == first)
+        # Behind a lost block that is not shared, no lost block is part of a prefix.
+        lacking = distinct(places[lost & inside])
+        shared[lacking] = np.logical_and.accumulate(shared[lacking])
+        until = np.where(shared, self._until[group][at], 0)
+        free = (owners == _NOBODY) | shared
+        return _Claims(
+            group=group,
+            places=places,
+            owners=np.where(inside, owners[places], _NOBODY),
+            theirs=~inside | (tokens < until[places]),
+            taken=inside & (~free[places] | (tokens < until[places])),
+        )
+
+    @staticmethod
+    def _not_shared(request: _Request[Id], group: str, place: int) -> UsageError:
+        name = int(request.lists[group][place])
+        where = f"plan_prefill: request {request.id!r} lacks block {name} of group"
+        if request.has_window:
+            return UsageError(
+                f"{where} {group!r}, or needs it computed again for its window, and "
+                "another request has it too; give a request with a window blocks of "
+                "its own, unless they share all of its blocks"
+            )
+        return UsageError(
+            f"{where} {group!r}, which another request has after other blocks or with "
+            "other blocks in another group; requests can share blocks only as a common "
+            "prefix, in each group"
+        )
 
     def _table(self, value: int) -> dict[str, Ids]:
         return {name: np.full(ids.size, value) for name, ids in self._ids.items()}
@@ -326,9 +393,8 @@ class _Blocks(Generic[Id]):
     def _add_cached(self, request: _Request[Id]) -> None:
         for name, ids in request.lists.items():
             size = request.block_tokens[name]
-            skipped = request.num_tokens - int(request.tokens_in(name).sum())
-            before = skipped + np.arange(ids.size, dtype=np.int64) * size
-            tokens = np.clip(request.cached_tokens - before, 0, size)
+            tokens = request.cached_tokens - request.first_tokens(name)
+            tokens = np.clip(tokens, 0, size)
             at, _ = self._find(name, ids)
             self._valid[name][at] = np.maximum(self._valid[name][at], tokens)
 

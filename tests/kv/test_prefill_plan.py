@@ -178,6 +178,48 @@ def test_blocks_are_shared_as_a_prefix_only() -> None:
         plan(request("a", [1, 2]), request("b", [2, 1]), a=outcome([1, 2], {1, 2}))
 
 
+SHORT = {"full": [1], "window": [9]}
+LONG = {"full": [1, 2], "window": [8]}
+
+
+@pytest.mark.parametrize(
+    ("short", "long", "lost"),
+    [
+        # The window of the second one lacks what the first one computes.
+        (SHORT, LONG, {"full": {1, 2}, "window": {8, 9}}),
+        # The first one decodes from block 1.
+        (SHORT, LONG, {"window": {8}}),
+        ({"window": [9], "full": [1]}, LONG, {"window": {8}}),
+    ],
+)
+def test_a_window_does_not_share_a_prefix_alone(
+    short: dict[str, list[int]], long: dict[str, list[int]], lost: dict[str, set[int]]
+) -> None:
+    sizes = {"full": 4, "window": 4}
+    end = grouped_outcome(
+        {"full": [1, 2], "window": [8, 9]}, lost, {"full": 8, "window": 8}
+    )
+    requests = [
+        PrefillRequest(id="a", num_tokens=4, blocks=short, block_tokens=sizes),
+        PrefillRequest(id="b", num_tokens=8, blocks=long, block_tokens=sizes),
+    ]
+    with pytest.raises(UsageError, match=r"'b' lacks block 1 .* again for its window"):
+        plan_prefill(requests, [end])
+    twin = replace(requests[1], id="twin")
+    found = plan_prefill([requests[1], twin], [end])
+    assert found.prefill == {"b": ((0, 8),), "twin": ()}
+    assert found.waits == {"twin": "b"}
+
+
+def test_a_window_may_have_no_block() -> None:
+    own = replace(
+        request("a", [1, 2]),
+        blocks={"full": [1, 2], "window": []},
+        block_tokens={"full": 4, "window": 4},
+    )
+    assert plan(own).prefill == {"a": ((0, 8),)}
+
+
 def test_nobody_writes_where_another_decodes() -> None:
     """Block 2 is good and a decodes from it; b would compute it again."""
     with pytest.raises(UsageError, match="'b' lacks block 2"):

@@ -14,7 +14,7 @@ from kvwire_store import BlockStore, StoreServer
 from kvwire_store.keys import Keys, Orders
 from kvwire_store.limits import STORE_REQUESTS_MAX
 from kvwire_store.server.client import ActiveConnection, StoreClient
-from kvwire_store.server.messages import VERSIONS, Flush, StoreDone, Welcome, encode
+from kvwire_store.server.messages import VERSIONS, Flush, StoreDone, Welcome
 from packages.store.tests.fakes import FakeTier
 from packages.store.tests.files import store_on
 from tests.support import inside
@@ -61,22 +61,18 @@ async def test_a_request_that_is_not_sent_leaves_no_error_behind(
     assert not reported
 
 
-async def test_what_has_waited_for_its_turn_until_the_end_is_not_sent() -> None:
-    """No answer would come, so its caller would wait for the whole timeout."""
+async def test_nothing_is_sent_behind_the_end_of_listening() -> None:
+    """Such as a call that waited for its turn: no answer would come."""
     async with connected("tcp") as pair:
-        active = ActiveConnection(pair.left, Welcome(VERSIONS[1], requests=1), 600.0)
-        calls = [
-            asyncio.create_task(active.call(Flush(number), StoreDone))
-            for number in range(2)
-        ]
+        active = ActiveConnection(pair.left, Welcome(VERSIONS[1]), 600.0)
+        listening = asyncio.create_task(active.listen())
         await turns(4)
-        active._answered(memoryview(encode(StoreDone(0))))
-        active._end("the client was closed", lost=False)
-        assert await calls[0] == StoreDone(0)
+        listening.cancel()
+        await asyncio.wait((listening,))
+        assert not active.post(Flush(1), lambda _: None)
         with pytest.raises(ConnectionLost, match="the client was closed"):
             async with asyncio.timeout(30):
-                await calls[1]
-        assert not active.post(Flush(3), lambda _: None)
+                await active.call(Flush(2), StoreDone)
 
 
 async def test_a_call_that_is_cancelled_keeps_its_turn_until_it_is_answered() -> None:
