@@ -28,9 +28,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvwire import limits
-from kvwire.errors import UsageError
+from kvwire.errors import UsageError, wrong_type
 from kvwire.kv.tensors import refuse_masked
-from kvwire.types import plain
+from kvwire.types import plain, whole
 
 SCHEME: Final = "sha256-chain-1"
 """The chain's version; it changes whenever the same tokens would get other hashes."""
@@ -52,7 +52,7 @@ class HashScheme:
             its digest.
 
     Raises:
-        UsageError: ``block_tokens`` is out of range.
+        UsageError: ``block_tokens`` is out of range, or ``seed`` is not bytes.
     """
 
     block_tokens: int
@@ -66,6 +66,7 @@ class HashScheme:
                 f"HashScheme: block_tokens={size!r}: pass a number from 1 to "
                 f"{limits.KV_BLOCK_TOKENS_MAX}"
             )
+        _require_bytes("HashScheme: seed", self.seed)
 
     def root(self, salt: bytes = b"") -> BlockHash:
         """Return the parent hash of every first block.
@@ -74,6 +75,7 @@ class HashScheme:
             salt: Gives different hashes to requests that must not share blocks, for
                 example requests of two tenants.
         """
+        _require_bytes("block_hashes: salt", salt)
         name = sha256(f"kvwire/{SCHEME}/{self.block_tokens}".encode()).digest()
         return sha256(name + sha256(self.seed).digest() + salt).digest()
 
@@ -97,12 +99,21 @@ class HashScheme:
                 adapter's name), by the block's position in ``tokens``.
 
         Raises:
-            UsageError: A token id is invalid, or ``extra`` names a block that is not
-                full.
+            UsageError: A token id, or another argument, is invalid; or ``extra`` names
+                a block that is not full.
         """
+        if parent is not None:
+            _require_bytes("block_hashes: parent", parent)
+            if len(parent) != _HASH_BYTES:
+                raise UsageError(
+                    f"block_hashes: parent has {len(parent)} bytes, and a hash has "
+                    f"{_HASH_BYTES}; pass None at the start of a request"
+                )
         data = _token_bytes(tokens)
         step = self.block_tokens * _TOKEN_BYTES
         count = len(data) // step
+        if extra:
+            _check_extra(extra)
         if extra and not all(0 <= position < count for position in extra):
             raise UsageError(
                 f"block_hashes: extra names blocks {sorted(extra)}, but the prompt "
@@ -138,8 +149,24 @@ class HashScheme:
         )
 
 
+_HASH_BYTES: Final = 32
 _TOKEN_BYTES: Final = 4
 _TOKEN_MAX: Final = 2**31 - 1
+
+
+def _require_bytes(name: str, value: object) -> None:
+    if not isinstance(value, bytes | bytearray):
+        raise wrong_type(name, value, "bytes")
+
+
+def _check_extra(extra: object) -> None:
+    """Refuse what does not map positions to bytes."""
+    if not isinstance(extra, Mapping):
+        raise wrong_type("block_hashes: extra", extra, "{position: bytes}")
+    for position, more in extra.items():
+        if whole(position) is None:
+            raise wrong_type("block_hashes: extra: key", position, "a position")
+        _require_bytes(f"block_hashes: extra of block {position}", more)
 
 
 def _token_bytes(tokens: TokenIds) -> bytes:

@@ -102,6 +102,29 @@ def test_what_is_no_token_is_refused(tokens: Any, message: str) -> None:
         HashScheme(1).block_hashes(tokens)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"salt": "acme"}, "block_hashes: salt: pass bytes, not a str"),
+        ({"parent": "x" * 32}, "block_hashes: parent: pass bytes, not a str"),
+        # Without a root its hashes would be the same for every seed and salt.
+        ({"parent": b"", "salt": b"acme"}, "parent has 0 bytes, and a hash has 32"),
+        ({"extra": [b"x"]}, "extra: pass {position: bytes}, not a list"),
+        ({"extra": {"0": b"x"}}, "extra: key: pass a position, not a str"),
+        ({"extra": {0: "x"}}, "extra of block 0: pass bytes, not a str"),
+    ],
+)
+def test_what_is_no_bytes_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        HashScheme(1).block_hashes([1], **wrong)
+
+
+def test_a_seed_is_bytes() -> None:
+    seed: Any = "secret"
+    with pytest.raises(UsageError, match="seed: pass bytes, not a str"):
+        HashScheme(1, seed)
+
+
 def test_extra_is_of_full_blocks() -> None:
     with pytest.raises(
         UsageError, match=r"blocks \[0, 2\], but the prompt has only 1 full"
