@@ -42,6 +42,15 @@ def test_chunks_leave_before_the_prompt_is_whole() -> None:
         assert steps.arrives(d)
 
 
+def test_a_prompt_that_was_computed_before_it_is_asked_for() -> None:
+    patience = Patience(60.0, published_s=60.0)
+    with steps.workers(patience=patience) as (p, d):
+        steps.give(p)
+        steps.ask(d, p, computed=True)
+        assert steps.arrives(d)
+        assert d.side.take_errors() == set()
+
+
 @pytest.mark.parametrize("stream", ["layer", "chunk"])
 def test_results_are_asked_for_before_a_draft_model_has_run(stream: str) -> None:
     """As vLLM's second model runner does: the drafter writes the last layer later."""
@@ -145,7 +154,7 @@ def expect_missing(
 
 @CACHED
 def test_nobody_listens(cached: int) -> None:
-    with expect_missing(cached, "unreachable") as (_, d):
+    with expect_missing(cached, "unreachable", patient=True) as (_, d):
         steps.fetch(d, steps.fetching(("127.0.0.1:9",), cached))
 
 
@@ -153,7 +162,7 @@ def test_nobody_listens(cached: int) -> None:
 def test_there_are_more_stages_than_layers(cached: int) -> None:
     stages = len(fakes.NAMES) + 1
     gone = ("127.0.0.1:9",) * stages
-    with expect_missing(cached, "refused") as (p, d):
+    with expect_missing(cached, "refused", patient=True) as (p, d):
         steps.fetch(d, steps.fetching(gone, cached, stages=stages))
         steps.prefill(p, steps.sending(steps.FROM, 10, gone, stages))
 
@@ -170,7 +179,7 @@ def test_it_was_fetched_before(cached: int) -> None:
     with expect_missing(cached, "unpublished", patient=True) as (p, d):
         steps.give(p)
         p.side.finished(("p",))
-        steps.ask(d, p, computed=True)
+        steps.ask(d, p)
         assert eventually(lambda: steps.received(d))
         assert d.side.take_errors() == set()
         assert "unpublished" not in d.side.take_observed()
