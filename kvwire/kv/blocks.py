@@ -167,7 +167,7 @@ class BlockSet(AbstractSet[tuple[str, int]]):
         Raises:
             UsageError: There is no such group.
         """
-        if group not in self._ids:
+        if not isinstance(group, str) or group not in self._ids:
             raise UsageError(
                 f"unknown group {group!r}; the groups are {', '.join(self._ids)}"
             )
@@ -183,9 +183,13 @@ class BlockSet(AbstractSet[tuple[str, int]]):
 
     def position(self, block: object) -> int:
         """Return the index of ``(group, id)`` among its group's ids, or -1."""
-        if not isinstance(block, tuple) or len(block) != 2 or block[0] not in self._ids:
+        if not isinstance(block, tuple) or len(block) != 2:
             return -1
         group, block_id = block
+        if not isinstance(group, str) or group not in self._ids:
+            return -1
+        if not isinstance(block_id, int | np.integer):
+            return -1
         ids = self._ids[group]
         if group not in self._sorted:
             self._sorted[group] = np.argsort(ids, kind="stable")
@@ -277,13 +281,26 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
         return tuple(dict.fromkeys((*texts, *self.beside)))
 
     def layers(self, block: tuple[str, int]) -> tuple[int, ...]:
-        """Return the missing layers of a missing block, by the model's index."""
+        """Return the missing layers of a missing block, by the model's index.
+
+        Raises:
+            UsageError: It is not the (group, id) of a missing block.
+        """
+        position = self._blocks.position(block)
+        if position < 0:
+            name = next(iter(self.groups), DEFAULT_GROUP)
+            raise UsageError(
+                f"layers: {block!r} is not a missing block; pass (group, id), such as "
+                f"({name!r}, 5), for a block that is in `missing`"
+            )
         group = self.groups[block[0]]
-        lost = np.flatnonzero(group.lost[:, self._position(block)])
+        lost = np.flatnonzero(group.lost[:, position])
         return tuple(group.layers[row] for row in lost.tolist())
 
     def __getitem__(self, block: tuple[str, int]) -> str:
-        position = self._position(block)
+        position = self._blocks.position(block)
+        if position < 0:
+            raise KeyError(block)
         return self.meanings[int(self.groups[block[0]].codes[position])]
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
@@ -301,12 +318,6 @@ class MissingBlocks(Mapping[tuple[str, int], str]):
         if self._made is None:
             self._made = BlockSet({name: one.ids for name, one in self.groups.items()})
         return self._made
-
-    def _position(self, block: tuple[str, int]) -> int:
-        position = self._blocks.position(block)
-        if position < 0:
-            raise KeyError(block)
-        return position
 
 
 def named_of(lists: Mapping[str, Ids]) -> Mapping[str, Ids]:

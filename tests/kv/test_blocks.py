@@ -116,13 +116,16 @@ def test_values_among_others_are_those_of_a_set(
 def test_positions_and_ids() -> None:
     blocks = BlockSet({"a": np.array([7, 3, 5])})
     assert [blocks.position(("a", n)) for n in (7, 3, 5, 4, 9)] == [0, 1, 2, -1, -1]
-    for other in (7, ("a",), ("b", 7), ("a", 7, 0), "a7"):
+    others = 7, ("a",), ("b", 7), ("a", 7, 0), "a7", ("a", None), ("a", "7"), (["a"], 7)
+    for other in others:
         assert other not in blocks
     assert blocks.ids("a").tolist() == [7, 3, 5]
     assert blocks.groups == ("a",)
     assert repr(blocks) == "BlockSet(a: 3)"
     with pytest.raises(UsageError, match="unknown group 'b'; the groups are a"):
         blocks.ids("b")
+    with pytest.raises(UsageError, match=r"unknown group \['a'\]; the groups are a"):
+        blocks.ids(["a"])  # type: ignore[arg-type]
 
 
 def missing(
@@ -144,6 +147,9 @@ def test_each_block_has_its_reason_and_layers() -> None:
     assert len(found) == 2
     assert found.ids("a").tolist() == [7, 3]
     assert found.layers(("a", 3)) == (4,)
+    for other in (5, "a", ("a", 5), ("b", 3), (["a"], 3)):
+        with pytest.raises(UsageError, match=r"pass \(group, id\), such as \('a', 5\)"):
+            found.layers(other)  # type: ignore[arg-type]
     assert repr(found) == "MissingBlocks(2 blocks; lost; never sent)"
 
 

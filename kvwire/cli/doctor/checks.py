@@ -378,7 +378,7 @@ _CHECKS: Final[dict[str, Callable[[HostFiles], Judgement]]] = {
     "PID namespace": _pid_namespace,
     "ptrace scope": _ptrace,
     "shared memory": _shared_memory,
-    "container memory": _container_memory,
+    "memory limit": _container_memory,
     "UCX and NCCL": _libraries,
     "descriptors": _descriptors,
     "copies": _copies,

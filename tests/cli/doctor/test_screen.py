@@ -111,7 +111,7 @@ def test_the_worst_host_keeps_every_remedy(
     host = HostFiles(root=tree(tmp_path, files), environment=settings)
     (tmp_path / "proc/self/ns").mkdir()
     (tmp_path / "proc/self/ns/pid").symlink_to("pid:[1]")
-    well = ("shared memory", "container memory")
+    well = ("shared memory", "memory limit")
     ill = tuple(finding for finding in check(host) if finding.name not in well)
     assert all(finding.state == "warn" for finding in ill)
     shown = examination(container="docker", transports=broken, findings=ill)
@@ -122,6 +122,12 @@ def test_the_worst_host_keeps_every_remedy(
     for finding in ill:
         assert any(finding.name in line for line in found)
         assert "".join(finding.remedy.split()) in words
+
+
+def test_each_name_is_on_one_line(tmp_path: Path) -> None:
+    findings = check(HostFiles(root=tmp_path, environment={}))
+    found = "\n".join(lines(fitting(examination(findings=findings), console())))
+    assert all(f"{each.name} " in found for each in findings)
 
 
 def test_the_words_of_a_backend_steer_no_terminal() -> None:

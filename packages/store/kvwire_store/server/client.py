@@ -318,7 +318,7 @@ class ActiveConnection:
             raise
         finally:
             if lives:
-                self._end(why, lost=lost)
+                self.end(why, lost=lost)
                 await self.close_windows()
 
     def _answered(self, raw: memoryview) -> bool:
@@ -334,8 +334,11 @@ class ActiveConnection:
             answered(reply)
         return True
 
-    def _end(self, why: str, *, lost: bool) -> None:
-        """Fail every waiter, from a frame that no traceback references."""
+    def end(self, why: str, *, lost: bool) -> None:
+        """Fail every waiter, from a frame that no traceback references.
+
+        The connection is aborted if it was lost, or if an answer was still to come.
+        """
         self._ended = why
         self._set_timer(math.inf)
         if lost or self._answers:

@@ -51,7 +51,7 @@ async def test_a_request_that_is_not_sent_leaves_no_error_behind(
         if cancelled:
             asking.cancel()
             await asyncio.wait((asking,))
-        active._end("no answer within 5 s", lost=True)
+        active.end("no answer within 5 s", lost=True)
         if not cancelled:
             with pytest.raises(ConnectionLost, match="no answer within 5 s"):
                 await asking
