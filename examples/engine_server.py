@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ MODEL = Path(__file__).parent / "demo" / "model"
 
 
 class Transformers:
-    def __init__(self, store: BlockStore, weights: str) -> None:
+    def __init__(self) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        from kvwire_engines.transformers import TransformersCaches
 
         self.tokenizer = AutoTokenizer.from_pretrained(MODEL)
         kind = AutoModelForCausalLM.from_pretrained
         self.model = kind(MODEL, dtype=torch.float32).eval()
+
+    def keep_in(self, store: BlockStore, weights: str) -> None:
+        from kvwire_engines.transformers import TransformersCaches
+
         self.kept = TransformersCaches(
             store, self.model, weights=weights, others=["mlx"]
         )
@@ -52,14 +55,16 @@ class Transformers:
 
 
 class Mlx:
-    def __init__(self, store: BlockStore, weights: str) -> None:
+    def __init__(self) -> None:
         import mlx.core as mx
         from mlx_lm import load
 
-        from kvwire_engines.mlx import MlxCaches
-
         self.model, self.tokenizer = load(str(MODEL))
         self.model.set_dtype(mx.float32)
+
+    def keep_in(self, store: BlockStore, weights: str) -> None:
+        from kvwire_engines.mlx import MlxCaches
+
         self.kept = MlxCaches(
             store, self.model, weights=weights, others=["transformers"]
         )
@@ -89,10 +94,14 @@ async def answer(engine: Transformers | Mlx, said: dict[str, Any]) -> dict[str, 
 
 
 async def serve(options: argparse.Namespace) -> None:
+    try:
+        engine = Mlx() if options.engine == "mlx" else Transformers()
+    except ModuleNotFoundError as exc:
+        install = f"pip install './packages/engines[{options.engine}]'"
+        sys.exit(f"{options.engine} needs {exc.name}: {install}")
     tiers = ["memory:64MiB", f"disk:{options.folder}?size=1GiB"]
     async with BlockStore.open(tiers) as store:
-        kind = Mlx if options.engine == "mlx" else Transformers
-        engine = kind(store, weights_name(str(MODEL)))
+        engine.keep_in(store, weights_name(str(MODEL)))
 
         async def handle(
             reader: asyncio.StreamReader, writer: asyncio.StreamWriter

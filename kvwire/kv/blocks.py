@@ -167,7 +167,7 @@ class BlockSet(AbstractSet[tuple[str, int]]):
         Raises:
             UsageError: There is no such group.
         """
-        if not isinstance(group, str) or group not in self._ids:
+        if group not in self.groups:
             raise UsageError(
                 f"unknown group {group!r}; the groups are {', '.join(self._ids)}"
             )

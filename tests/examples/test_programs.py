@@ -159,3 +159,28 @@ async def test_threads_answer_with_prefill_and_without() -> None:
         await prefill.line()
         prefill.signal(signal.SIGINT)
         assert await prefill.wait() == 0
+
+
+# --- a server with an inference engine ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("engine", "lacks"), [("transformers", "torch"), ("mlx", "mlx")]
+)
+async def test_an_engine_that_is_not_installed_is_named(
+    engine: str, lacks: str, tmp_path: Path
+) -> None:
+    """Before the store is opened, which allocates its disk."""
+    program = str(EXAMPLES / "engine_server.py")
+    arguments = ["--engine", engine, str(tmp_path / "kv")]
+    code = (
+        f"import runpy, sys; sys.modules[{lacks!r}] = None; "
+        f"sys.argv = {[program, *arguments]}; "
+        f"runpy.run_path({program!r}, run_name='__main__')"
+    )
+    done = await asyncio.to_thread(python, "-c", code)
+    assert done.returncode == 1
+    assert f"{engine} needs {lacks}" in done.stderr
+    assert f": pip install './packages/engines[{engine}]'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "kv").exists()
