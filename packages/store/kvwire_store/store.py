@@ -82,8 +82,8 @@ _KIND: Final = attrgetter("namespace.digest", "keys.size")
 class BlockStore(StoreManagement):
     """Stores blocks by their hashes, in memory and in the tiers below it.
 
-    Created by :meth:`open`; bound to one event loop. Every block passes through the
-    memory tier.
+    Created by :meth:`open`; bound to one event loop. Blocks pass through the memory
+    tier, but for some that a server sends straight into the cache.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class BlockStore(StoreManagement):
 
         Args:
             tiers: The addresses of the tiers, fastest first; the first is
-                ``memory:SIZE``.
+                ``memory:SIZE``, or a tier that other processes share, such as
+                ``kvwire://``: then blocks only pass through memory.
             write: When a put completes. ``"through"``: when a tier that survives a
                 restart has the blocks, if there is such a tier. ``"back"``: when memory
                 has them; they are written to lower tiers when memory needs the room, or
