@@ -259,10 +259,22 @@ async def test_engines_without_room_are_no_reason_to_refuse() -> None:
 
 
 async def test_if_prefill_has_no_room_decode_computes_the_prompt() -> None:
-    """Not after all of prefill's engines, which may be many."""
+    """The first request asks all of prefill's engines, which may be many."""
     engines = Engines(**{f"p{i}": FULL for i in range(6)})
-    assert (await ask(dispatcher(engines, 6, 1)))[0] == 200
-    assert sum(host[0] == "p" for host in engines.hosts()) == 3
+    asking = dispatcher(engines, 6, 1)
+    for number in range(9):
+        assert (await ask(asking))[0] == 200
+        asked = sum(host[0] == "p" for host in engines.hosts())
+        assert asked == 6 + 3 * number
+
+
+async def test_an_engine_with_room_is_found_among_many_without() -> None:
+    """Those come last, until their health is checked again."""
+    engines = Engines(**{f"d{i}": FULL for i in range(5)})
+    asking = dispatcher(engines, 0, 6)
+    for _ in range(MANY):
+        assert (await ask(asking))[0] == 200
+    assert len(engines.asked) == 5 + MANY
 
 
 @pytest.mark.parametrize("prefill", [0, 6])
@@ -276,7 +288,6 @@ async def test_if_prefill_has_no_room_decode_computes_the_prompt() -> None:
         (LATE, True, "", 1),
         (LATE, True, "slow", 1),
         (LATE, False, "slow", 2),
-        (FULL, True, "", 4),
         (FULL, True, "slow", 4),
         (FULL, False, "down", 1),
         (refused, False, "down", 4),

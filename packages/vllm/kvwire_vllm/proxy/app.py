@@ -213,6 +213,7 @@ class ProxyApp:
             content = await request.read() or None
             while (engine := self._fleet.pick_to_answer(tries.engines)) is not None:
                 headers = _passed_on(request)
+                was_up = engine.is_up
                 was_down = bool(engine.down)
                 try:
                     async with self._client.ask(
@@ -225,7 +226,7 @@ class ProxyApp:
                     last = exc
                     await self._dispatcher.look_at(exc)
                     tries.engines.add(engine)  # bounded: engines
-                    if not tries.another(exc, was_down):
+                    if not tries.another(exc, was_up=was_up, was_down=was_down):
                         break
         raise last
 

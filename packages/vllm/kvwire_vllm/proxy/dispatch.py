@@ -15,8 +15,8 @@ and an engine that dies then cuts it off.
 
 So a failing fleet gets at most twice the work, whatever its size: a request on which
 two engines have failed is not retried, since it may be the cause, and of engines that
-are down, which may be back, it reaches one. If three have no room for it, one more is
-asked, without prefill.
+are down, which may be back, it reaches one. One without room comes last until its
+health is checked again. If three still have none, one more is asked, without prefill.
 """
 
 from __future__ import annotations
@@ -94,21 +94,20 @@ class Tries:
 
     engines: set[VllmEngine] = field(default_factory=set)  # that are not asked again
     died: int = 0  # engines that failed once they had the request
-    refused: int = 0  # engines without room, or still down
+    refused: int = 0  # engines that still have no room, or are still down
 
-    def another(self, failed: EngineFailed, was_down: bool) -> bool:
+    def another(self, failed: EngineFailed, *, was_up: bool, was_down: bool) -> bool:
         """Count a failed try; return whether another one may follow.
 
         Args:
             failed: The failure, after a look at its engine's health.
-            was_down: Whether the engine was known to be down before.
+            was_up: Whether the engine was thought to be well before.
+            was_down: Whether it was known to be down before.
         """
         if was_down and not failed.cost_nothing:
             return False
         self.died += failed.reached
-        found_down = failed.engine is not None and failed.engine.down
-        full = failed.status in _NOT_TAKEN and not found_down
-        self.refused += was_down or full
+        self.refused += not was_up and (was_down or failed.status in _NOT_TAKEN)
         return self.died < PROXY_FAILED_ON_MAX and self.refused < PROXY_REFUSED_BY_MAX
 
 
@@ -146,6 +145,7 @@ class Dispatcher:
             asked.decode = decode
             self.retries += bool(tried)
             was_down = bool(decode.down)
+            well = {one for one in (prefill, decode) if one and one.is_up}
             try:
                 async with AsyncExitStack() as attempt:
                     answer = await self.ask_once(prefill, decode, asked, attempt)
@@ -164,7 +164,9 @@ class Dispatcher:
             await self.look_at(last)
             if _is_answer(last) and not failing.down:
                 raise last
-            if not tries.another(last, was_down):
+            if last.status in _NOT_TAKEN:
+                failing.slow = True  # others come first until it is probed again
+            if not tries.another(last, was_up=failing in well, was_down=was_down):
                 break
         if tries.died == PROXY_FAILED_ON_MAX:
             last.status = last.status or HTTPStatus.BAD_GATEWAY

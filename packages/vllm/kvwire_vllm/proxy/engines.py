@@ -68,7 +68,7 @@ class VllmEngine:
         starting   a directory lists it                /health answers
         down       nothing listens there, /health      /health answers
                    fails, or is silent for 10 s
-        slow       /health is late                     /health answers
+        slow       /health is late, or it has no room  /health answers
         draining   an operator drains it               it was restarted, or the operator
                                                        ends that
         leaving    no directory lists it any more      its requests have ended
@@ -89,7 +89,7 @@ class VllmEngine:
     listed: bool = True  # whether the directory, or the command line, lists it
     ready: bool = True  # whether it has answered, or is on the command line
     draining: bool = False  # whether an operator has stopped new requests to it
-    slow: bool = False  # whether its health check is late
+    slow: bool = False  # whether its health check is late, or it had no room
     down: str = ""  # why it is down; "" if it is up
     running: int = 0  # its running requests from this proxy
     answered: int = 0  # requests it has answered

@@ -16,8 +16,9 @@ PROXY_STOP_S_MAX: Final = 86400.0
 # A request that has failed on this many engines is not retried: it may be the cause. A
 # limit of 3 would cost the fleet half as many failures again.
 PROXY_FAILED_ON_MAX: Final = 2
-# A request for which this many engines had no room is not retried. The engine with the
-# fewest requests was asked first, so the others hardly have more room.
+# A request that this many engines have refused is not retried, if all had no room, or
+# were down, already before. The one with the fewest requests was asked first, so the
+# others hardly have more room.
 PROXY_REFUSED_BY_MAX: Final = 4
 # The body of a client's request: a prompt of a million tokens has 7 MB, pictures some
 # more.
