@@ -12,11 +12,13 @@ import fcntl
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Final, TypeAlias
 
 from kvwire.backend import keep_from_children
 from kvwire.errors import UsageError, refused_call, shown
+from kvwire.types import in_bytes
 from kvwire_store.tiers.disk_index import DiskIndex
 from kvwire_store.tiers.slabs import stride_of
 
@@ -36,7 +38,11 @@ _NO_ROOM: Final = (
 
 
 class TierDirectory:
-    """The directory of a disk tier, locked against other processes."""
+    """The directory of a disk tier, locked against other processes.
+
+    If it cannot be opened, or is discarded, what it has created is removed: an empty
+    index keeps its size of slabs, which a smaller tier would be refused for.
+    """
 
     def __init__(
         self,
@@ -48,8 +54,9 @@ class TierDirectory:
     ) -> None:
         self.synced = synced
         self._path = path
-        path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as opened:
+            opened.callback(_remove_directories, _absent(path))
+            path.mkdir(parents=True, exist_ok=True)
             self.file: File = file_type(path / _IMAGES)
             opened.callback(self.file.close)
             # SQLite's lock ends when this process closes any descriptor of its file;
@@ -59,19 +66,23 @@ class TierDirectory:
                     f"{path}: {self.file.locked_by()} has this store open; give each "
                     "process its own directory"
                 )
+            if not self.file.nbytes and not (path / _INDEX).exists():
+                opened.callback(_remove_files, path)  # while it is locked
             self.index: DiskIndex = DiskIndex(path / _INDEX, slab_bytes, synced=synced)
             opened.callback(self.index.close, in_order=False)
             slab_bytes = self.index.slab_bytes
             self.slabs: int = nbytes // slab_bytes
             if self.slabs < 1:
                 raise UsageError(
-                    f"{path}: its slabs have {slab_bytes} bytes, so size={nbytes} is "
-                    "too small; use a larger size, or an empty directory"
+                    f"{path}: its slabs have {in_bytes(slab_bytes)}, so size="
+                    f"{in_bytes(nbytes)} is too small; use a larger size, or an empty "
+                    "directory"
                 )
             self.whole: bool = self.index.closed
             self._names = self._named()
             self._resize(self.slabs * slab_bytes)
-            opened.pop_all()  # they now belong to this object
+            # They now belong to this object.
+            self._opened: contextlib.ExitStack = opened.pop_all()
 
     def check(self) -> None:
         """Check that the directory still contains the opened files.
@@ -102,6 +113,10 @@ class TierDirectory:
             self.index.close(in_order=in_order)
         finally:
             self.file.close()
+
+    def discard(self) -> None:
+        """Close everything, and remove what this object has created."""
+        self._opened.close()
 
     def _resize(self, nbytes: int) -> None:
         if self.file.nbytes > nbytes:
@@ -236,6 +251,23 @@ class File:
                 raise
         else:
             os.ftruncate(self._fd, offset + nbytes)
+
+
+def _absent(path: Path) -> list[Path]:
+    """Return the directories that are still to be created, the lowest first."""
+    return list(takewhile(lambda each: not each.exists(), (path, *path.parents)))
+
+
+def _remove_directories(paths: list[Path]) -> None:
+    with contextlib.suppress(OSError):  # another process may have files there
+        for path in paths:
+            path.rmdir()
+
+
+def _remove_files(directory: Path) -> None:
+    with contextlib.suppress(OSError):  # the disk fails, and its error is raised
+        for path in (*directory.glob(f"{_INDEX}*"), directory / _IMAGES):
+            path.unlink()
 
 
 def _process(number: int) -> str:

@@ -27,6 +27,7 @@ import asyncio
 import errno
 import logging
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -43,6 +44,7 @@ from kvwire.errors import UsageError, sayable, with_remedy
 from kvwire.kv.blocks import Bits, Ids, all_of, any_of
 from kvwire.kv.fragments import Fragments
 from kvwire.limits import KIB
+from kvwire.types import in_bytes
 from kvwire_store.address import TierAddress
 from kvwire_store.images import Sums, image_sums, images_in, named_sums, views_of
 from kvwire_store.index import Index
@@ -176,12 +178,14 @@ class DiskTier(CodedTier):
         except BaseException as exc:
             # Also if this was cancelled while the thread was opening it.
             for directory in opened:
-                directory.close(in_order=False)
+                directory.discard()
             # An error with a file name means that no file could be made, of any size.
             if _is_full(exc) and not getattr(exc, "filename", None):
+                there = next(filter(Path.exists, (place, *place.parents)))
+                free = shutil.disk_usage(there).free
                 text = (
-                    f"the disk has no room for {nbytes} bytes and an index beside "
-                    "them; set a smaller ?size="
+                    f"the disk has no room for {in_bytes(nbytes)} and an index beside "
+                    f"them: {in_bytes(free)} are free; set a smaller ?size="
                 )
                 raise UsageError(f"tier {address.text!r}: {text}") from exc
             if isinstance(exc, _ERRORS):

@@ -53,6 +53,10 @@ async def landed(store: BlockStore, source: Filled, hashes: list[bytes]) -> list
     return here
 
 
+def files(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
 def tiers(path: Path, size: str = "1MiB") -> list[str]:
     return ["memory:128KiB", f"disk:{path}?size={size}"]
 
@@ -525,12 +529,18 @@ async def test_a_put_is_synced_if_it_is_to_be(tmp_path: Path, sync: str) -> None
 
 
 async def test_a_disk_without_room_is_said_at_once(tmp_path: Path) -> None:
-    faults = Faults()
+    """What the open has created is removed: it would refuse the size that fits."""
+    folder, faults = tmp_path / "new" / "kv", Faults()
     faults.failing["allocate"] = errno.ENOSPC
     with pytest.raises(
-        UsageError, match=r"has no room for 1048576 bytes and an index .*; set"
+        UsageError, match=r"has no room for 1 MiB and .*: [\d.]+ .iB are free; set"
     ):
-        await disk(tmp_path, hook=faults)
+        await disk(folder, hook=faults)
+    assert not files(tmp_path)
+    await (await disk(folder, "64KiB", hook=Faults())).close()
+    with pytest.raises(UsageError, match="no room"):
+        await disk(folder, hook=faults)
+    assert files(folder) == {"images", "index.sqlite"}
 
 
 @pytest.mark.parametrize("what", ["removed", "replaced", "its index removed"])
@@ -576,6 +586,7 @@ async def test_a_cancelled_open_lets_go_of_the_directory(tmp_path: Path) -> None
     go.set()
     with pytest.raises(asyncio.CancelledError):
         await opening
+    assert not files(tmp_path)
     await (await disk(tmp_path)).close()
 
 
@@ -599,7 +610,7 @@ async def test_a_smaller_and_a_larger_size(tmp_path: Path) -> None:
             if size == "1MiB":
                 await store.put(hashes, source.cache, list(range(64)))
             assert least <= len(await landed(store, source, hashes)) <= most
-    with pytest.raises(UsageError, match="its slabs have 65536 bytes"):
+    with pytest.raises(UsageError, match="its slabs have 64 KiB"):
         await BlockStore.open(tiers(tmp_path, "32KiB"))
 
 

@@ -300,7 +300,8 @@ def test_an_open_that_fails_leaves_nothing_open(tmp_path: Path, made: bool) -> N
         opening(tmp_path, file_type=FullDisk),
     ):
         pass
-    assert (tmp_path / "images").stat().st_size == (SLAB if made else 0)
+    sizes = [file.stat().st_size for file in tmp_path.iterdir()]
+    assert (SLAB in sizes) if made else not sizes
     with opening(tmp_path) as directory:
         assert directory.slabs == 4
 
