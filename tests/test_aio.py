@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from kvwire import Instant, UsageError, aio
-from kvwire.aio import run_to_completion
+from kvwire.aio import gather_all, run_to_completion
+from tests.support.pairs import turns
 from tests.support.scopes import in_scope
 
 
@@ -132,6 +133,36 @@ async def test_a_scope_that_cancels_again_does_not_reach_what_is_finished() -> N
 
     await in_scope(3, use)
     assert ends == ["finished"]
+
+
+@pytest.mark.parametrize("how", [KeyError, asyncio.CancelledError])
+async def test_nothing_goes_on_after_an_error_of_one_or_a_cancel_of_all(
+    how: type[BaseException],
+) -> None:
+    """Or it would touch memory that its caller takes for free."""
+    go, ended = asyncio.Event(), list[bool]()
+
+    async def fails() -> None:
+        raise KeyError("one")
+
+    async def works() -> None:
+        try:
+            await go.wait()
+        finally:
+            await go.wait()
+            ended.append(True)
+
+    also = [fails()] if how is KeyError else []
+    both = asyncio.create_task(gather_all(works(), *also, works()))
+    await turns(4)
+    if how is not KeyError:
+        both.cancel()
+    await turns(4)
+    early = both.done()
+    go.set()
+    with pytest.raises(how):
+        await both
+    assert (early, ended) == (False, [True, True])
 
 
 # --- threads --------------------------------------------------------------------------
