@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -75,21 +77,33 @@ async def test_nothing_is_sent_behind_the_end_of_listening() -> None:
                 await active.call(Flush(2), StoreDone)
 
 
-async def test_a_call_that_is_cancelled_keeps_its_turn_until_it_is_answered() -> None:
-    """Or one more follows it, and the server drops a client that has too many."""
-    go = asyncio.Event()
+class Slow(FakeTier):
+    """Looks for blocks once it may."""
 
-    class Slow(FakeTier):
-        async def find(self, keys: Keys) -> Orders:
-            await go.wait()
-            return await super().find(keys)
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
 
-    cache = Filled(1, LARGE).cache
+    async def find(self, keys: Keys) -> Orders:
+        await self.go.wait()
+        return await super().find(keys)
+
+
+@asynccontextmanager
+async def slowly_served() -> AsyncIterator[tuple[Slow, StoreServer, BlockStore]]:
+    tier = Slow()
     async with (
-        store_on(Slow()) as served,
+        store_on(tier) as served,
         StoreServer(served, "127.0.0.1:0", one_sided_windows="off") as server,
         BlockStore.open([f"kvwire://127.0.0.1:{server.address.port}"]) as client,
     ):
+        yield tier, server, client
+
+
+async def test_a_call_that_is_cancelled_keeps_its_turn_until_it_is_answered() -> None:
+    """Or one more follows it, and the server drops a client that has too many."""
+    cache = Filled(1, LARGE).cache
+    async with slowly_served() as (tier, server, client):
         for _ in range(2 * STORE_REQUESTS_MAX):
             looking = asyncio.create_task(client.match(chain(1), cache))
             await turns(4)
@@ -97,8 +111,27 @@ async def test_a_call_that_is_cancelled_keeps_its_turn_until_it_is_answered() ->
             await asyncio.wait((looking,))
         last = asyncio.create_task(client.match(chain(1), cache))
         await until(lambda: server.dropped or server.clients()[0].requests > 1)
-        go.set()
+        tier.go.set()
         assert await last == 0
+        assert not server.dropped
+
+
+async def test_more_gets_than_a_client_may_have_open_wait_for_their_turn() -> None:
+    """Half of them are posted, the others are calls; a server drops a greedy client."""
+    count = 2 * STORE_REQUESTS_MAX
+    cache = Filled(count, seed=1).cache
+    async with slowly_served() as (tier, server, client):
+        gets = [client.get([one], cache, [at]) for at, one in enumerate(chain(count))]
+        await until(
+            lambda: (
+                server.dropped
+                or server.clients()[0].requests >= STORE_REQUESTS_MAX // 2
+            )
+        )
+        await turns(20)
+        tier.go.set()
+        for get in gets:
+            assert (await get).missing.reasons == ("it is not in the store",)
         assert not server.dropped
 
 

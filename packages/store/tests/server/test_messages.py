@@ -14,6 +14,7 @@ import pytest
 from msgspec import inspect
 
 from kvwire import UsageError, limits
+from kvwire.limits import KIB, MIB
 from kvwire_store.keys import as_keys
 from kvwire_store.limits import (
     STORE_HASH_BYTES_MAX,
@@ -83,6 +84,16 @@ def test_keys_and_space_come_through() -> None:
     assert [key[DIGEST_BYTES:] for key in put.names.keys_of("")] == chain(3)
     assert messages.namespace_in(put.namespace) == NAMESPACE
     assert put.names.all_in(NAMESPACE)
+
+
+def test_a_space_that_is_longer_than_any_is_not_remembered() -> None:
+    """Later versions may add fields; what is added is kept with the rest."""
+    fields = ("kv", SPEC.to_pairs(), "")
+    longer = msgspec.Raw(msgspec.msgpack.encode((*fields, bytes(KIB))))
+    assert messages.namespace_in(longer) == NAMESPACE
+    too_long = msgspec.Raw(msgspec.msgpack.encode((*fields, bytes(MIB))))
+    with pytest.raises(UsageError, match="its namespace has 10487"):
+        messages.namespace_in(too_long)
 
 
 def test_keys_with_zeros_at_their_ends_keep_them() -> None:

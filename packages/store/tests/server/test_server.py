@@ -16,7 +16,7 @@ import kvwire_store.server.session
 from kvwire import UsageError, limits
 from kvwire.security.keys import write_key_file
 from kvwire_store import BlockStore, StoreServer
-from kvwire_store.keys import Keys
+from kvwire_store.keys import Keys, as_keys
 from kvwire_store.limits import (
     STORE_LENT_SHARE,
     STORE_REQUEST_BYTES_MAX,
@@ -177,14 +177,16 @@ async def test_more_requests_than_allowed_end_the_connection() -> None:
         assert await works(server)
 
 
-async def test_keys_of_another_space_are_refused() -> None:
-    """The spec says one thing and the keys another: neither is believed."""
-    other = Namespace("other", SPEC)
+@pytest.mark.parametrize("count", [1, 2, 16, 17])
+async def test_keys_of_another_space_are_refused(count: int) -> None:
+    """The spec says one thing and the last key another: neither is believed."""
+    space = [NAMESPACE] * (count - 1) + [Namespace("other", SPEC)]
+    keys = [of.digest + one for of, one in zip(space, chain(count), strict=True)]
     async with serving() as (store, server), client(server) as liar:
         for kind in (messages.Put, messages.Get):
-            request = moving(kind, chain(2), names=names(chain(2), other))
-            done = await liar.ask(request)
-            assert done.table.tolist() == [BlockResult.REFUSED, BlockResult.REFUSED]
+            lie = messages.Names.of(as_keys(keys))
+            done = await liar.ask(moving(kind, chain(count), names=lie))
+            assert done.table.tolist() == [BlockResult.REFUSED] * count
             assert "another namespace" in done.reason
         assert not inside.tiers(store).namespaces
         assert await works(server)

@@ -473,6 +473,18 @@ async def test_a_get_of_a_block_that_another_get_has_asked_for_ends_with_it(
         assert tier_of(store, RemoteTier).stats().read_blocks == 1
 
 
+async def test_a_delete_waits_for_no_other_gets_to_reach_memory(by_tcp: None) -> None:
+    source, target = Filled(8, seed=1), Filled(8)
+    async with asking("memory:16MiB") as (served, store):
+        assert (await served.put(chain(1), source.cache, [0])).complete
+        assert (await store.get(chain(1), target.cache, [0])).complete
+        memory = inside.tiers(store).memory
+        delete = asyncio.create_task(memory.delete(as_keys(memory.in_flight.ends)))
+        await turns(20)
+        assert delete.done()
+        assert in_memory(store, chain(1)) == [False]
+
+
 @pytest.mark.parametrize("count", [2, 4, 5])
 @pytest.mark.parametrize("memory", [("memory:16MiB",), ()])
 async def test_a_get_of_several_blocks(
