@@ -33,6 +33,7 @@ from kvwire.migration.messages import (
     Message,
     Round,
     Withdrawal,
+    decode,
     transfer_id,
 )
 
@@ -205,6 +206,12 @@ class _Move:
         self._paused_at = monotonic()
         await self._request.pause()
         tokens = self._written().tokens
+        if tokens < max(1, self._blocks * size):
+            # Without a round, the target would not know what is handed over.
+            raise _StaysError(
+                f"{tokens} of its tokens are written, and {self._blocks * size} were "
+                "copied"
+            )
         if tokens > self._blocks * size:
             await self._copy(tokens)
         state = self._request.state()
@@ -223,7 +230,7 @@ class _Move:
         index = len(self._parts)
         blocks = self._written().blocks[first : -(-tokens // size)]
         tokens -= first * size
-        self._send(
+        body = _body(
             Round(
                 self._move,
                 request.name,
@@ -234,6 +241,7 @@ class _Move:
                 size,
             )
         )
+        self._connection.send(MIGRATION_TAG, body)
         name = transfer_id(self._move, index)
         part = self._connection.push(name, request.cache, blocks, tokens=tokens)
         self._parts.append(part)
@@ -258,8 +266,9 @@ class _Move:
     async def _hand_over(self, state: bytes) -> None:
         if self._answer.done():
             raise _StaysError(_refusal(await self._answer))
+        body = _body(Handover(self._move, state))
         self._place = "handed over"
-        self._send(Handover(self._move, state))
+        self._connection.send(MIGRATION_TAG, body)
         answer = await self._answer
         if answer:
             self._place = "paused"
@@ -271,25 +280,30 @@ class _Move:
         moving = self._place in {"handed over", "moved"}
         if self._paused_at:
             self._paused_s = monotonic() - self._paused_at
-        if not moving:
-            for part in self._parts:
-                part.abort("the migration has ended")
-            if self._place == "paused":
-                # The request may now write to a block that an aborted transfer still
-                # reads. The data read by that transfer is never used.
-                self._request.resume()
-            self._send(Withdrawal(self._move))
-        if not self._answer.done():
-            self._answer.cancel()
-        await asyncio.gather(
-            *(part.drained() for part in self._parts),
-            self._answer,
-            return_exceptions=True,
-        )
-        # An answer that arrives later is dropped.
-        self._connection.discard(self._reply)
+        try:
+            if not moving:
+                self._stay()
+        finally:
+            if not self._answer.done():
+                self._answer.cancel()
+            await asyncio.gather(
+                *(part.drained() for part in self._parts),
+                self._answer,
+                return_exceptions=True,
+            )
+            # An answer that arrives later is dropped.
+            self._connection.discard(self._reply)
         if moving:
             self._request.release()
+
+    def _stay(self) -> None:
+        for part in self._parts:
+            part.abort("the migration has ended")
+        self._connection.send(MIGRATION_TAG, _body(Withdrawal(self._move)))
+        if self._place == "paused":
+            # The request may now write to a block that an aborted transfer still reads.
+            # The data read by that transfer is never used.
+            self._request.resume()
 
     def outcome(self) -> Migration:
         """Return the result, after :meth:`settle`."""
@@ -304,8 +318,19 @@ class _Move:
             raise _StaysError("the request has ended")
         return written
 
-    def _send(self, message: Message) -> None:
-        self._connection.send(MIGRATION_TAG, msgspec.msgpack.encode(message))
+
+def _body(message: Message) -> bytes:
+    """Return the bytes of a message, which the target can read.
+
+    Raises:
+        _StaysError: It could not read them, and would ignore the message.
+    """
+    try:
+        body = msgspec.msgpack.encode(message)
+        decode(body)
+    except (TypeError, UnicodeEncodeError, msgspec.MsgspecError) as exc:
+        raise _StaysError(f"what the engine gave cannot be sent: {exc}") from None
+    return body
 
 
 def _refusal(answer: bytearray) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -68,6 +68,18 @@ def much_to_say(pair: Pair, host: Host, request: Request) -> None:
     request.said = bytes(MIGRATION_STATE_BYTES_MAX + 1)
 
 
+def text_to_say(pair: Pair, host: Host, request: Request) -> None:
+    request.said = cast(Any, "its tokens")
+
+
+def nothing_is_written(pair: Pair, host: Host, request: Request) -> None:
+    request.tokens = request.grows = 0
+
+
+def tokens_are_taken_back(pair: Pair, host: Host, request: Request) -> None:
+    request.on_pause = lambda: setattr(request, "tokens", SIZE)
+
+
 def it_ends(pair: Pair, host: Host, request: Request) -> None:
     request.on_pause = lambda: setattr(request, "ends_at", 0)
 
@@ -78,6 +90,10 @@ def it_ends(pair: Pair, host: Host, request: Request) -> None:
         pytest.param(start_fails, "no room in the batch", id="start"),
         pytest.param(link_is_cut, "connection to tcp", id="cut"),
         pytest.param(much_to_say, "its state has", id="state"),
+        # The target would ignore these, and the request would be nowhere.
+        pytest.param(text_to_say, "Expected `bytes`, got `str`", id="text"),
+        pytest.param(nothing_is_written, "0 of its tokens are written", id="nothing"),
+        pytest.param(tokens_are_taken_back, f"{SIZE} of its tokens", id="fewer"),
         pytest.param(it_ends, "the request has ended", id="ended"),
     ],
 )
@@ -122,6 +138,21 @@ async def test_an_engine_that_cannot_take_it_says_why(
         assert reason in stayed.reason
         assert request.calls == []
         await until(lambda: len(host.free) == free)
+
+
+async def test_an_engine_that_cannot_resume_it_keeps_no_blocks() -> None:
+    """The error is raised once nothing reads the request's blocks any more."""
+
+    def fail() -> None:
+        raise RuntimeError("no such request")
+
+    request = Request(3 * SIZE + 1)
+    request.resume = fail  # type: ignore[method-assign]
+    async with engines() as (pair, host):
+        much_to_say(pair, host, request)
+        with pytest.raises(RuntimeError, match="no such request"):
+            await migrate(pair.left, request)
+        await until(lambda: len(host.free) == 12)
 
 
 async def test_no_answer_leaves_it_to_the_other_engine() -> None:
