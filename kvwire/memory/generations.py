@@ -223,7 +223,7 @@ def require_order() -> None:
     if machine not in _ORDERED:
         raise BackendUnavailable(
             f"windows: on {machine} they need kvwire's compiled functions; install a C "
-            f"compiler, then kvwire again: pip install --force-reinstall kvwire"
+            f"compiler, and repeat pip install with --force-reinstall --no-deps"
         )
 
 

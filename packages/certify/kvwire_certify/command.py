@@ -16,7 +16,7 @@ import msgspec
 from cyclopts import App, Parameter
 from cyclopts.types import PositiveFloat, PositiveInt
 from rich.status import Status
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvwire import UsageError
@@ -233,11 +233,12 @@ def _named(target: str) -> AbstractContextManager[None]:
 
 def _list() -> None:
     """List the targets, and look up their libraries without importing them."""
-    table = Table("target", "what it needs", box=None, pad_edge=False)
+    needed = Column("what it needs", overflow="fold")  # paths are whole
+    table = Table("target", needed, box=None, pad_edge=False)
     for target, needs in TARGETS.items():
         try:
             text = ", ".join(needs.found()) or "nothing more"
         except ModuleNotFoundError as exc:
-            text = f"{exc.name} is not installed: {needs.install}"
+            text = f"{exc}: {needs.install}"
         table.add_row(target, text)
     show(table, console())

@@ -17,29 +17,37 @@ from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple, TypeGuard
 
+from kvwire.backend import registry
 from kvwire.errors import UsageError, nearest
 
 
 class Needs(NamedTuple):
-    """The packages that a target needs.
+    """The packages or the library that a target needs.
 
     Attributes:
-        modules: Their names in Python.
+        modules: The packages' names in Python.
         install: The command that installs them.
+        backend: The backend of kvwire that looks for the library.
     """
 
     modules: tuple[str, ...] = ()
     install: str = ""
+    backend: str = ""
 
     def found(self) -> list[str]:
         """Return the name and version of each package, without importing any.
 
         Raises:
-            ModuleNotFoundError: One is not installed.
+            ModuleNotFoundError: One is not installed; the message is the reason.
         """
+        if self.backend:
+            found = registry.availability(self.backend)
+            if not found.available:
+                raise ModuleNotFoundError(found.reason)
+            return [found.reason]
         for module in self.modules:
             if importlib.util.find_spec(module) is None:
-                raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+                raise ModuleNotFoundError(f"{module} is not installed", name=module)
         owners = metadata.packages_distributions() if self.modules else {}
         names = chain.from_iterable(owners.get(each, ()) for each in self.modules)
         return [f"{name} {metadata.version(name)}" for name in dict.fromkeys(names)]
@@ -49,7 +57,8 @@ TARGETS: Final = {
     "kvwire": Needs(),
     "llamacpp": Needs(
         ("kvwire_engines", "xllamacpp", "gguf"),
-        "pip install kvwire-engines xllamacpp gguf",
+        "pip install ./packages/engines in a clone of kvwire, and "
+        "pip install xllamacpp gguf",
     ),
     "mooncake": Needs(
         ("mooncake",),
@@ -58,7 +67,9 @@ TARGETS: Final = {
     ),
     "nixl": Needs(("nixl_cu12",), "pip install --no-deps nixl-cu12"),
     "toy": Needs(),
-    "ucx": Needs(("libucx",), "pip install libucx-cu12, or the UCX of the system"),
+    "ucx": Needs(
+        install="pip install libucx-cu12, or the UCX of the system", backend="ucx"
+    ),
     "ucxx": Needs(("ucxx",), "pip install ucxx-cu12"),
     "vllm": Needs(("vllm", "nixl"), "pip install vllm nixl"),
 }

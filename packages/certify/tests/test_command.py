@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
-from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -103,9 +103,20 @@ def test_what_comes_with_kvwire() -> None:
     assert last == "imported"
     rows = [line.split() for line in lines if not line.startswith(" ")]
     assert [row[0] for row in rows[1:]] == list(TARGETS)
-    if importlib.util.find_spec("libucx") is not None:
-        assert ["ucx", "libucx-cu12", metadata.version("libucx-cu12")] in rows
     assert ["toy", "nothing", "more"] in rows
+
+
+@pytest.mark.parametrize("library", ["", "system", "/nowhere/libucp.so.0"])
+def test_ucx_is_found_as_the_doctor_finds_it(library: str) -> None:
+    """It may be the system's, without a package of Python."""
+    code = (
+        "from kvwire.backend import registry; from kvwire.cli.main import main; "
+        "print(registry.availability('ucx').reason); main(['certify'])"
+    )
+    env = {**os.environ, "LIBUCP": library, "COLUMNS": "80"}
+    done = python("-c", code, check=True, env=env)
+    reason, _, table = done.stdout.partition("\n")
+    assert "".join(reason.split()) in "".join(table.split())
 
 
 def test_the_page_of_findings_names_every_saved_schedule() -> None:

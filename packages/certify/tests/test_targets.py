@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,9 +60,10 @@ def installed(target: str) -> str:
     It is not loaded here: libraries leave descriptors and threads in a process.
     """
     needs = TARGETS["ucx" if target == "kvwire:ucx" else target.partition(":")[0]]
-    for needed in needs.modules:
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed here; `kvwire certify` says how")
+    try:
+        needs.found()
+    except ModuleNotFoundError as exc:
+        pytest.skip(f"{exc} here; `kvwire certify` has the command")
     return target
 
 
