@@ -19,7 +19,7 @@ from kvwire.testing.harness import loopback
 from tests.programs.reference import PAGES
 from tests.programs.reference.api import names
 from tests.programs.reference.docstrings import found, imported
-from tests.support.tree import ROOT
+from tests.support.tree import ROOT, sources
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -37,6 +37,24 @@ def test_every_public_name_has_its_place() -> None:
         and issubclass(cls, kvwire.KVWireError)
     } | {"Config", "__version__"}
     assert set(kvwire.__all__) - elsewhere <= placed
+
+
+def test_what_guides_import_has_its_place() -> None:
+    """Names of kvwire-engines aside: some need torch, and its guide explains them."""
+    placed = {name.rpartition(".")[2] for name in names()} | set(kvwire.__all__)
+    guides = sources("README.md", "docs/howto/", "docs/topics/", "docs/tutorial/")
+    texts = [page.text for page in guides if page.path.endswith(".md")]
+    found = {
+        name
+        for line in re.findall(
+            r"^from kvwire(?!_engines)\S* import ([\w, ]+)$",
+            "\n".join(texts),
+            re.MULTILINE,
+        )
+        for name in line.split(", ")
+    }
+    assert {"Arena", "FaultPlan", "HashScheme"} <= found
+    assert found <= placed
 
 
 _IMPORTS = ["import asyncio", "import numpy as np", "import kvwire, kvwire_store"]
