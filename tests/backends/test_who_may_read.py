@@ -135,6 +135,8 @@ async def test_permission(peer: Peer, patch: pytest.MonkeyPatch, folder: Path) -
 
     slot = TracerSlot(name, folder / "scope")
     patch.setattr("kvwire_local.lane.tracers", lambda: slot)
+    async with halves("auto", peer.windows, tracer="none"):
+        assert not named
     async with halves("auto", peer.windows):
         return os.getpid() in named
 

@@ -28,10 +28,14 @@ class Halves(NamedTuple):
 
 
 def open_lane(
-    role: Role, way: str = "auto", windows: OneSidedWindows = "user"
+    role: Role,
+    way: str = "auto",
+    windows: OneSidedWindows = "user",
+    tracer: str = "one",
 ) -> LocalLane:
+    settings = {"way": way, "tracer": tracer}
     context = LaneContext(
-        role=role, number=1, secret=SECRET, settings={"way": way}, windows=windows
+        role=role, number=1, secret=SECRET, settings=settings, windows=windows
     )
     lane = LocalBackend().open_lane(context)
     assert isinstance(lane, LocalLane)
@@ -40,11 +44,11 @@ def open_lane(
 
 @asynccontextmanager
 async def halves(
-    way: str = "auto", windows: OneSidedWindows = "user"
+    way: str = "auto", windows: OneSidedWindows = "user", tracer: str = "one"
 ) -> AsyncIterator[Halves]:
     """A lane that is up; aborted at the end, unless it has ended before."""
-    client = open_lane(Role.CLIENT, way, windows)
-    server = open_lane(Role.SERVER, way, windows)
+    client = open_lane(Role.CLIENT, way, windows, tracer)
+    server = open_lane(Role.SERVER, way, windows, tracer)
     both = Halves(client, server, LaneRecorder(), LaneRecorder())
     try:
         await server.join(client.bootstrap, both.at_server)
