@@ -221,9 +221,13 @@ def families(
     labels: Sequence[str],
     sources: Iterable[tuple[tuple[str, ...], object]],
 ) -> Iterator[Metric]:
-    """Yield one metric per row: a field of every source, with its labels."""
+    """Yield one metric per row: a field of every source, with its labels.
+
+    A source in which the field is None does not count it, and is left out.
+    """
     for field, text in rows.items():
         family = kind(prefix + field, text, labels=labels)
         for values, source in sources:
-            family.add_metric(values, getattr(source, field))
+            if (number := getattr(source, field)) is not None:
+                family.add_metric(values, number)
         yield family

@@ -146,6 +146,15 @@ async def test_a_scrape_shows_a_store_its_tiers_and_its_tenants(tmp_path: Path) 
         assert value("kvwire_store_tenant_quota_bytes", **where) == 64 * 1024
         used = value("kvwire_store_tenant_used_bytes", **where)
         assert used == store.tenant_stats()["t"].tiers[memory].used_bytes > 0
+        # A server's blocks are not counted here, which differs from 0.
+        async with (
+            kvwire_store.StoreServer(store, "127.0.0.1:0") as server,
+            kvwire_store.BlockStore.open([f"kvwire://{server.address}"]) as client,
+        ):
+            (tier,) = (name for name in client.stats() if name.startswith("kvwire:"))
+            value = Scrape(StoreCollector(client, "far"), store="far")
+            assert value("kvwire_store_written_blocks_total", tier=tier) == 0
+            assert value("kvwire_store_blocks", tier=tier) is None
 
 
 # --- distributions of transfers: what is counted where, and how many peers are named

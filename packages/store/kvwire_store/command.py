@@ -306,8 +306,8 @@ def _cells(tier: TierRow) -> tuple[str, ...]:
     counts = tier.stats
     return (
         tier.name,
-        f"{counts.blocks:,}",
-        in_bytes(counts.used_bytes),
+        "not counted" if counts.blocks is None else f"{counts.blocks:,}",
+        "-" if counts.used_bytes is None else in_bytes(counts.used_bytes),
         in_bytes(counts.size_bytes) if counts.size_bytes else "-",
         f"{counts.read_blocks:,}",
         f"{counts.written_blocks:,}",

@@ -133,6 +133,8 @@ async def test_what_is_served_is_shown(tmp_path: Path, run: Run) -> None:
             assert status == 0
             assert "memory:1MiB" in out
             assert "clients: 2" in out
+            # What a client does not count is not 0.
+            assert store.stats()[server.where].blocks is None
         # It ends as it should, and what was put is on the disk.
         server.signal(signal.SIGTERM)
         assert await server.wait() == 0
@@ -200,6 +202,7 @@ def test_long_names_have_a_line_of_their_own(
     table = [lines[number] for number in (1, 3, 5)]
     assert len({len(line) for line in table}) == 1
     assert len(table[0]) <= 80
+    assert table[1].split()[:3] == ["not", "counted", "-"]
     assert table[2].split()[:5] == ["999,999,999", "999", "GiB", "999", "TiB"]
 
 

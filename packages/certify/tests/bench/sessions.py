@@ -104,7 +104,7 @@ async def _blocks(store: str, least: int = 0) -> int:
     async with asyncio.timeout(PATIENCE_S):
         while True:
             report = await ask_report(store, Config())
-            found = report.tiers[0].stats.blocks
+            found = report.tiers[0].stats.blocks or 0
             if found >= least:
                 return found
             await asyncio.sleep(_PAUSE_S)

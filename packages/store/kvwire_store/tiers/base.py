@@ -197,8 +197,8 @@ class TierStats(msgspec.Struct, kw_only=True):
     """A tier's contents, and counts since it was opened.
 
     Attributes:
-        blocks: Blocks that can be found; 0 if they are not counted.
-        used_bytes: Bytes that these blocks use.
+        blocks: Blocks that can be found; None if they are not counted.
+        used_bytes: Bytes that these blocks use; None if they are not counted.
         size_bytes: Bytes that blocks may use; 0 if the tier itself has no limit.
         read_blocks: Blocks that were read from it.
         written_blocks: Blocks that it stored.
@@ -207,8 +207,8 @@ class TierStats(msgspec.Struct, kw_only=True):
         failed_blocks: Blocks that could not be read or written.
     """
 
-    blocks: int = 0
-    used_bytes: int = 0
+    blocks: int | None = None
+    used_bytes: int | None = None
     size_bytes: int = 0
     read_blocks: int = 0
     written_blocks: int = 0

@@ -64,7 +64,7 @@ async def put(tiers: list[str], source: Filled, name: str = "") -> tuple[int, in
         outcome = await store.put(chain(len(IDS), name), source.cache, IDS)
         assert outcome.complete, outcome.missing.reasons
         stats = store.stats()[tiers[1]]
-        return stats.used_bytes, stats.written_blocks
+        return stats.used_bytes or 0, stats.written_blocks
 
 
 async def get(tiers: list[str], name: str = "") -> tuple[Filled, set[str]]:

@@ -61,4 +61,4 @@ class StoreServer:
 
     def blocks(self) -> int:
         report = asyncio.run(ask_report(self.address, Config()))
-        return report.tiers[-1].stats.blocks
+        return report.tiers[-1].stats.blocks or 0
