@@ -58,10 +58,10 @@ class ArrivedPrompts(base.KVConnectorWorkerMetadata):  # type: ignore[misc]  # l
 class KvwireConnector(ConnectorHooks[SchedulerSide, WorkerSide], base.SupportsHMA):  # type: ignore[misc]  # likewise
     """Moves KV between two vLLM engines; see docs/howto/vllm.md."""
 
-    holes: HoleFills | None = None  # gets holes computed, at the scheduler
-
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        # Gets holes computed, at the scheduler.
+        self.holes: HoleFills | None = None
         transfer = vllm_config.kv_transfer_config
         shapes = cache_shapes(vllm_config, kv_cache_config)
         groups = "; ".join(shape.profile for shape in shapes)
