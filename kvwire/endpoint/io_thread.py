@@ -376,7 +376,8 @@ class _Call(Generic[T]):
         with contextlib.suppress(IndexError):
             self._task = start_task(self._coroutine.pop())
             self._task.add_done_callback(self._settle)
-            self.result.add_done_callback(self._cancelled)
+            # A future keeps its callbacks, so none may have this object, which has it.
+            self.result.add_done_callback(partial(_cancel_too, self.loop, self._task))
 
     def stop(self) -> None:
         """Cancel the coroutine at any stage; ``result`` is done when it has ended."""
@@ -393,10 +394,6 @@ class _Call(Generic[T]):
         self.stop()
         if self._task is not None:
             self._end()
-
-    def _cancelled(self, result: concurrent.futures.Future[T]) -> None:
-        if result.cancelled():
-            self._cancel()
 
     def _cancel(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop, and the task, have ended
@@ -418,6 +415,16 @@ class _Call(Generic[T]):
             self.result.set_exception(error)
         else:
             self.result.set_result(task.result())
+
+
+def _cancel_too(
+    loop: asyncio.AbstractEventLoop,
+    task: asyncio.Task[T],
+    result: concurrent.futures.Future[T],
+) -> None:
+    if result.cancelled():
+        with contextlib.suppress(RuntimeError):  # the loop, and the task, have ended
+            loop.call_soon_threadsafe(task.cancel)
 
 
 # A library may swallow one cancellation; if it swallows two, it always will.

@@ -105,7 +105,12 @@ class Encoding(_Stage):
             return  # nothing shows that the job has stopped, so it counts as reading
         with self._lock:
             self._jobs -= 1
-            drained = None if self._jobs else self._drained
+            if self._jobs:
+                return
+            # A future keeps its callbacks, so one that stayed here would keep what
+            # waits for it, which has this object.
+            drained = self._drained
+            self._drained = None
         if drained is not None:
             drained.set_result(None)
 

@@ -7,6 +7,7 @@ import concurrent.futures
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -18,6 +19,7 @@ import kvwire
 from kvwire.endpoint import io_thread
 from kvwire.endpoint.io_thread import IOThread, called
 from tests.support.interrupts import interrupts
+from tests.support.waiting import eventually
 from tests.test_aio import no_more_threads
 
 
@@ -47,6 +49,20 @@ async def _for_ever() -> None:
 def test_the_kernel_knows_its_name(thread: IOThread) -> None:
     tid = thread.run(called(threading.get_native_id))
     assert Path(f"/proc/self/task/{tid}/comm").read_text() == "test-io\n"
+
+
+def test_what_a_call_returns_is_held_by_nobody(thread: IOThread) -> None:
+    """Not even until the next garbage collection, which an engine may have put off."""
+
+    async def made() -> threading.Event:
+        return threading.Event()
+
+    gc.disable()
+    try:
+        held = weakref.ref(thread.run(made()))
+        assert eventually(lambda: held() is None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

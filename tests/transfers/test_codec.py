@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
@@ -172,6 +174,8 @@ class Gate:
 
 @scenario("tcp")
 async def test_a_thread_that_reads_blocks_keeps_them(w: World) -> None:
+    gc.collect()
+    gc.disable()
     with pytest.MonkeyPatch.context() as patch:
         gate = Gate(patch, "encode")
         out, inc = w.begin(INT8, INT8)
@@ -185,6 +189,12 @@ async def test_a_thread_that_reads_blocks_keeps_them(w: World) -> None:
         gate.open()
         await out.drained()
     assert w.target.free(DEST)
+    held = weakref.ref(out)
+    del out, inc
+    try:
+        await w.until(lambda: held() is None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("end", ["deadline", "abort", "close", "settled", "cut"])
