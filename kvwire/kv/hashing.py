@@ -66,7 +66,8 @@ class HashScheme:
                 f"HashScheme: block_tokens={size!r}: pass a number from 1 to "
                 f"{limits.KV_BLOCK_TOKENS_MAX}"
             )
-        _require_bytes("HashScheme: seed", self.seed)
+        if not isinstance(self.seed, _BYTES):
+            raise wrong_type("HashScheme: seed", self.seed, "bytes")
 
     def root(self, salt: bytes = b"") -> BlockHash:
         """Return the parent hash of every first block.
@@ -75,7 +76,8 @@ class HashScheme:
             salt: Gives different hashes to requests that must not share blocks, for
                 example requests of two tenants.
         """
-        _require_bytes("block_hashes: salt", salt)
+        if not isinstance(salt, _BYTES):
+            raise wrong_type("block_hashes: salt", salt, "bytes")
         name = sha256(f"kvwire/{SCHEME}/{self.block_tokens}".encode()).digest()
         return sha256(name + sha256(self.seed).digest() + salt).digest()
 
@@ -103,7 +105,8 @@ class HashScheme:
                 a block that is not full.
         """
         if parent is not None:
-            _require_bytes("block_hashes: parent", parent)
+            if not isinstance(parent, _BYTES):
+                raise wrong_type("block_hashes: parent", parent, "bytes")
             if len(parent) != _HASH_BYTES:
                 raise UsageError(
                     f"block_hashes: parent has {len(parent)} bytes, and a hash has "
@@ -149,14 +152,10 @@ class HashScheme:
         )
 
 
+_BYTES: Final = bytes, bytearray
 _HASH_BYTES: Final = 32
 _TOKEN_BYTES: Final = 4
 _TOKEN_MAX: Final = 2**31 - 1
-
-
-def _require_bytes(name: str, value: object) -> None:
-    if not isinstance(value, bytes | bytearray):
-        raise wrong_type(name, value, "bytes")
 
 
 def _check_extra(extra: object) -> None:
@@ -166,7 +165,8 @@ def _check_extra(extra: object) -> None:
     for position, more in extra.items():
         if whole(position) is None:
             raise wrong_type("block_hashes: extra: key", position, "a position")
-        _require_bytes(f"block_hashes: extra of block {position}", more)
+        if not isinstance(more, _BYTES):
+            raise wrong_type(f"block_hashes: extra of block {position}", more, "bytes")
 
 
 def _token_bytes(tokens: TokenIds) -> bytes:
