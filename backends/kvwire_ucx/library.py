@@ -107,7 +107,7 @@ class Machine:
     """Where this machine and this process have a libucp, and what it could use."""
 
     def loaded(self) -> Sequence[str]:
-        """Return the paths of those that are in this process."""
+        """Return the path of each libucp that this process has loaded."""
         return [path for path in copies() if Path(path).name.startswith("libucp.so")]
 
     def wheel(self) -> str | None:

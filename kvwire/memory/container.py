@@ -64,7 +64,7 @@ def resident_bytes() -> int:
 
 
 def _folders(mounted: Path, process: Path) -> list[Path]:
-    """Return the folders of a process's control groups, and of those above them."""
+    """Return the folder of each control group of a process, parents included."""
     try:
         lines = (process / "cgroup").read_text().splitlines()
     except OSError:  # no Linux

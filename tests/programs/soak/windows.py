@@ -123,7 +123,7 @@ async def live(
     stop: asyncio.Event,
     folder: Path,
 ) -> None:
-    """What a process does until it is told to stop.
+    """Play a role until ``stop`` is set.
 
     Cancel safety: not safe; set `stop`.
     """

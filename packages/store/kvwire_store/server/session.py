@@ -227,7 +227,7 @@ class ClientSession:
                 raise UsageError("the client sent a second hello")
 
     def _touch(self, request: Touch) -> None:
-        """Record uses of blocks, some of which were read in place."""
+        """Count blocks as used; the server has not seen those read in place."""
         keys = request.names.keys_of(self._tenant)
         self._tiers.touch(keys)
         self._read_bytes += request.read_bytes
